@@ -1,0 +1,1 @@
+"""Per-sample gradients of a model's own tensors, projected while backward passes each layer."""

@@ -1,0 +1,112 @@
+"""Rules that run a layer's own forward again: embedding subclasses and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hf_dpgrape.capture.gradients import Dense
+from hf_dpgrape.capture.rules import Call, Found, embedding_gradient
+
+#: Elements of per-sample gradients that the generic rule may hold in full at a time.
+_CHUNK_ELEMENTS = 2**22
+
+
+class _Lookups(TorchFunctionMode):
+    """Replaces the rows that `F.embedding` reads from one weight by leaves, and remembers them."""
+
+    def __init__(self, weight: Tensor, batch_size: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self.batch_size = batch_size
+        self.ids: list[Tensor] = []
+        self.rows: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Intercepts lookups in the captured weight; everything else passes."""
+        out = func(*args, **(kwargs or {}))
+        if func is F.embedding and args[1] is self.weight:
+            if out.shape[0] == 1:
+                out = out.expand(self.batch_size, *out.shape[1:])
+            out = out.detach().requires_grad_()
+            self.ids.append(args[0])
+            self.rows.append(out)
+        return out
+
+
+class EmbeddingSubclassRule:
+    """Subclasses of `nn.Embedding` that shift ids before, or scale rows after, the lookup.
+
+    Backward runs the module's own forward once more around its lookup; the gradient that reaches
+    the rows read is then an ordinary embedding gradient.
+    """
+
+    def save(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All input tensors."""
+        return tuple(inputs)
+
+    def gradients(self, call: Call, saved: Sequence[Tensor], grad: Tensor) -> Found:
+        """The weight."""
+        args, kwargs = call.restore(saved)
+        weight = call.module.weight
+        assert isinstance(weight, Tensor)
+        lookups = _Lookups(weight, call.batch_size)
+        with torch.enable_grad(), call.autocast(grad.device), lookups:
+            out = call.module.forward(*args, **kwargs)
+        if not lookups.rows:
+            raise RuntimeError(
+                f"`{type(call.module).__name__}` subclasses nn.Embedding but reads its weight by "
+                "other means than a lookup; freeze it with `requires_grad_(False)`."
+            )
+        for ids, rows_grad in zip(
+            lookups.ids, torch.autograd.grad(out, lookups.rows, grad), strict=True
+        ):
+            ids = call.per_sample(ids, event_dims=0)
+            yield "weight", embedding_gradient(call, ids, call.per_sample(rows_grad))
+
+
+class GenericRule:
+    """Any layer: one vector-Jacobian product per sample of the layer's own forward, under vmap.
+
+    A sample sees exactly what it would see alone. The gradient of a few samples at a time is
+    formed in full before it is projected.
+    """
+
+    def save(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All input tensors."""
+        return tuple(inputs)
+
+    def gradients(self, call: Call, saved: Sequence[Tensor], grad: Tensor) -> Found:
+        """All captured tensors of the layer."""
+        params = {name: call.module.get_parameter(name).detach() for name in call.slots}
+
+        def one_sample(own: list[Tensor], grad: Tensor) -> dict[str, Tensor]:
+            mine = iter(own)
+            tensors = [
+                next(mine) if batched else tensor
+                for batched, tensor in zip(call.batched, saved, strict=True)
+            ]
+            args, kwargs = call.restore(tensors)
+            forward = vjp(lambda p: functional_call(call.module, p, args, kwargs), params)
+            found: dict[str, Tensor] = forward[1](grad)[0]
+            return {name: call.slots[name].on_gradient(g) for name, g in found.items()}
+
+        own = [
+            tensor.reshape(call.batch_size, -1, *tensor.shape[1:])
+            for batched, tensor in zip(call.batched, saved, strict=True)
+            if batched
+        ]
+        grad = grad.reshape(call.batch_size, -1, *grad.shape[1:])
+        largest = max(p.numel() for p in params.values())
+        with call.autocast(grad.device):
+            found = vmap(one_sample, chunk_size=max(1, _CHUNK_ELEMENTS // largest))(own, grad)
+        for name, values in found.items():
+            yield name, Dense(values)

@@ -1,0 +1,202 @@
+"""Per-sample gradients of one tensor, in three forms behind one small interface.
+
+Shapes: B samples, T positions inside a sample, a tensor seen as a matrix of m rows and n columns
+(either side already projected).
+
+* `Dense`: the gradients themselves, (B, *shape).
+* `Outer`: two factors per sample, `rows` (B, T, m) and `columns` (B, T, n); gradient i is
+  `rows[i].T @ columns[i]`. Norms need only Gram matrices of size T x T (Goodfellow 2015,
+  arXiv 1510.01799; Li et al. 2022, arXiv 2110.05679) and the sum only one matmul
+  (Bu et al. 2023, arXiv 2210.00038).
+* `Scatter`: an embedding's factors, of which the left one is one-hot: `ids` (B, T) and `values`
+  (B, T, n); gradient i is the sum over t of `values[i, t]` in row `ids[i, t]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Form = Literal["auto", "dense", "factors"]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in at least float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Materialized per-sample gradients."""
+
+    values: Tensor  # (B, *shape)
+
+    def dense(self) -> Dense:
+        """Itself, in at least float32."""
+        return Dense(_wide(self.values))
+
+    def select(self, samples: Tensor) -> Dense:
+        """The gradients of the samples at these indices."""
+        return Dense(self.values[samples])
+
+    def dense_is_smaller(self) -> bool:
+        """Always: it is dense already."""
+        return True
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sum over samples of weight times gradient, (*shape)."""
+        return torch.einsum("b,b...->...", weights, self.values)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Per-sample gradients `rows[i].T @ columns[i]`."""
+
+    rows: Tensor  # (B, T, m)
+    columns: Tensor  # (B, T, n)
+
+    def dense(self) -> Dense:
+        """The product, in at least float32."""
+        rows, columns = self.rows, self.columns.to(self.rows.dtype)
+        return Dense(_wide(torch.bmm(rows.mT, columns)))
+
+    def select(self, samples: Tensor) -> Outer:
+        """The gradients of the samples at these indices."""
+        return Outer(self.rows[samples], self.columns[samples])
+
+    def dense_is_smaller(self) -> bool:
+        """Whether the product takes at most as much memory as the factors."""
+        m, n = self.rows.shape[2], self.columns.shape[2]
+        return m * n <= self.rows.shape[1] * (m + n)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sum over samples of weight times gradient, (m, n)."""
+        rows = _wide(self.rows) * weights[:, None, None]
+        return rows.flatten(0, 1).T @ _wide(self.columns).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Per-sample gradients of an embedding: `values[i, t]` added to row `ids[i, t]`."""
+
+    ids: Tensor  # (B, T)
+    values: Tensor  # (B, T, n)
+    num_rows: int
+
+    def dense(self) -> Dense:
+        """The scattered rows, in at least float32."""
+        batch, _, width = self.values.shape
+        values = _wide(self.values)
+        out = values.new_zeros(batch * self.num_rows, width)
+        start = torch.arange(batch, device=self.ids.device)[:, None] * self.num_rows
+        out.index_add_(0, (self.ids + start).flatten(), values.flatten(0, 1))
+        return Dense(out.view(batch, self.num_rows, width))
+
+    def select(self, samples: Tensor) -> Scatter:
+        """The gradients of the samples at these indices."""
+        return Scatter(self.ids[samples], self.values[samples], self.num_rows)
+
+    def dense_is_smaller(self) -> bool:
+        """Whether there are no more rows than positions."""
+        return self.num_rows <= self.ids.shape[1]
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sum over samples of weight times gradient, (num_rows, n)."""
+        values = _wide(self.values) * weights[:, None, None]
+        out = values.new_zeros(self.num_rows, values.shape[2])
+        return out.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
+
+
+Gradient = Dense | Outer | Scatter
+
+
+def _factor_inner(a: Outer | Scatter, b: Outer | Scatter) -> Tensor:
+    """Per-sample inner products (B,) of two gradients in factor form."""
+    if isinstance(a, Outer) and isinstance(b, Scatter):
+        a, b = b, a
+    if isinstance(a, Scatter):
+        right = torch.bmm(
+            _wide(a.values), _wide(b.values if isinstance(b, Scatter) else b.columns).mT
+        )
+        if isinstance(b, Scatter):
+            return (right * (a.ids[:, :, None] == b.ids[:, None, :])).sum((1, 2))
+        # left[i, t, s] is b's row factor at position s, read in the row that a's position t hits.
+        index = a.ids[:, None, :].expand(-1, b.rows.shape[1], -1)
+        return (right * _wide(b.rows.gather(2, index)).mT).sum((1, 2))
+    assert isinstance(b, Outer)
+    left = torch.bmm(_wide(a.rows), _wide(b.rows).mT)
+    return (left * torch.bmm(_wide(a.columns), _wide(b.columns).mT)).sum((1, 2))
+
+
+class PerSampleGradients:
+    """All contributions to all tensors' per-sample gradients of one physical batch.
+
+    A tensor that is used several times (tied or repeated layers) collects several contributions;
+    norms and sums are those of their total, cross terms included.
+
+    Args:
+        batch_size: number of samples B.
+        form: "auto" keeps the smaller of product and factors; the others force one (for tests).
+    """
+
+    def __init__(self, batch_size: int, *, form: Form = "auto") -> None:
+        self.batch_size = batch_size
+        self._form = form
+        self._parts: dict[str, list[Gradient]] = {}
+
+    def add(self, name: str, part: Gradient) -> None:
+        """Adds a contribution to the gradients of the tensor `name`."""
+        parts = self._parts.setdefault(name, [])
+        held_dense = bool(parts) and isinstance(parts[0], Dense)
+        wants_dense = self._form == "dense" or (self._form == "auto" and part.dense_is_smaller())
+        if not (held_dense or wants_dense or isinstance(part, Dense)):
+            parts.append(part)
+            return
+        total = part.dense().values
+        for held in parts:
+            total = held.dense().values.add_(total)
+        self._parts[name] = [Dense(total)]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the tensors that received a gradient."""
+        return iter(self._parts)
+
+    def squared_norms(self, names: Iterable[str], like: Tensor) -> Tensor:
+        """Squared norms (B,) of the joint gradients of some tensors; zero for absent ones."""
+        total = like.new_zeros(self.batch_size)
+        for name in names:
+            parts = self._parts.get(name, [])
+            if parts and isinstance(parts[0], Dense):
+                values = parts[0].values.flatten(1)
+                total += torch.linalg.vecdot(values, values)
+                continue
+            for i, a in enumerate(parts):
+                assert not isinstance(a, Dense)
+                total += _factor_inner(a, a)
+                for b in parts[i + 1 :]:
+                    assert not isinstance(b, Dense)
+                    total += 2 * _factor_inner(a, b)
+        return total
+
+    def dense(self, name: str) -> Tensor | None:
+        """The materialized per-sample gradients (B, *shape) of one tensor, or None if absent."""
+        parts = self._parts.get(name)
+        return None if not parts else sum(part.dense().values for part in parts)  # type: ignore[return-value]
+
+    def add_weighted_sum_(self, name: str, out: Tensor, weights: Tensor) -> None:
+        """Adds the sum over samples of weight times gradient to `out`, in place.
+
+        Samples whose weight is exactly 0 are left out, so that a non-finite gradient (which gets
+        weight 0) cannot turn the sum into NaN.
+        """
+        keep = weights != 0
+        for part in self._parts.get(name, []):
+            if keep.all():
+                out += part.weighted_sum(weights).view_as(out)
+            else:
+                samples = keep.nonzero().squeeze(1)
+                out += part.select(samples).weighted_sum(weights[samples]).view_as(out)

@@ -1,0 +1,1 @@
+"""The private step: the only room that joins capture, subspace and privacy."""

@@ -1,0 +1,121 @@
+"""Which tensors are trained, how each is projected, and what cannot be trained exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_dpgrape.capture.sites import Site, find_sites, refusal
+from hf_dpgrape.subspace.projection import Projection, Scale
+
+#: Set by transformers on the tensors that a checkpoint did have.
+_LOADED_FLAG = "_is_hf_initialized"
+
+TargetModules = str | list[str] | None
+
+
+def newly_initialized(model: nn.Module) -> frozenset[str]:
+    """Trainable tensors that the checkpoint did not have, such as a fresh classification head.
+
+    Empty for a model that was not loaded from a checkpoint at all: then no part of it is fresher
+    than the rest.
+    """
+    parameters = dict(model.named_parameters())
+    loaded = {n for n, p in parameters.items() if getattr(p, _LOADED_FLAG, False)}
+    if not loaded:
+        return frozenset()
+    return frozenset(n for n, p in parameters.items() if p.requires_grad and n not in loaded)
+
+
+def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:
+    """Names with one of these parts between dots, as `head` in `model.head.weight`."""
+    return frozenset(n for n in names if any(f".{part}." in f".{n}." for part in parts))
+
+
+def _is_target(name: str, target_modules: TargetModules, head: frozenset[str]) -> bool:
+    """Whether a tensor is to be projected, its shape permitting."""
+    if target_modules is None or target_modules == "all-linear":
+        return name not in head
+    if isinstance(target_modules, str):
+        return re.search(target_modules, name) is not None
+    return bool(matching([name], target_modules))
+
+
+def make_projections(
+    model: nn.Module,
+    *,
+    rank: int,
+    scale: Scale,
+    seed: int,
+    head: frozenset[str],
+    target_modules: TargetModules = None,
+) -> dict[str, Projection]:
+    """The projection of every trainable tensor, by canonical name.
+
+    Args:
+        model: the model; tied tensors appear once, under the first of their names.
+        rank: r; 0 for full-space training.
+        scale: standard deviation of the projections' entries.
+        seed: public seed.
+        head: tensors that are not projected by default.
+        target_modules: which are projected: a regular expression or parts of names; None for all
+            but the head.
+    """
+    return {
+        name: Projection(
+            name,
+            p.shape,
+            rank=rank if _is_target(name, target_modules, head) else 0,
+            scale=scale,
+            seed=seed,
+            device=p.device,
+        )
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What happens to one trainable tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    projected_shape: tuple[int, ...]
+    rule: str
+    problem: str = ""
+
+
+def sites_or_problems(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
+    """Sites of all trainable tensors, and the reasons why some tensors or modules are refused."""
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    sites, problems = find_sites(model, names)
+    for name, module in model.named_modules():
+        if reason := refusal(module):
+            problems[name] = reason
+    return sites, problems
+
+
+def report_tensors(
+    model: nn.Module, *, rank: int, head: frozenset[str], target_modules: TargetModules = None
+) -> list[TensorReport]:
+    """One row per trainable tensor, and one per module that is refused as a whole."""
+    sites, problems = sites_or_problems(model)
+    rules: dict[str, list[str]] = {}
+    for site in sites:
+        for name in site.tensors.values():
+            rules.setdefault(name, []).append(site.rule_name)
+    rows = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        wanted = rank if _is_target(name, target_modules, head) else 0
+        projected = Projection(name, p.shape, rank=wanted).shape
+        rule = " + ".join(dict.fromkeys(rules.get(name, [])))
+        problem = problems.pop(name, "")
+        rows.append(TensorReport(name, tuple(p.shape), tuple(projected), rule, problem))
+    rows += [TensorReport(name, (), (), "", reason) for name, reason in problems.items()]
+    return rows

@@ -1,0 +1,141 @@
+"""Per-sample losses of transformers' task heads.
+
+Loss i equals `model(**sample_i).loss`, the model's own loss of that sample alone: it is normalized
+inside the sample, by its own number of labels, and never by anything of its neighbors (so
+`num_items_in_batch` has no place here). A sample without any label has loss 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.auto import modeling_auto as auto
+
+#: Label positions that count for nothing, transformers' convention.
+IGNORED = -100
+
+Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
+
+
+def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy over a sample's own labels: logits (B, T, V), labels (B, T) -> (B,)."""
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
+    return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """16-bit logits in float32, as transformers' own losses do."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
+
+
+def causal_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+    """Next-token prediction: logits at t against the label at t + 1."""
+    logits = _at_least_float32(outputs.logits)
+    return _mean_over_labels(logits[:, :-1], labels["labels"][:, 1:])
+
+
+def token_level(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+    """One label per position: masked LM, token classification, seq2seq LM."""
+    return _mean_over_labels(_at_least_float32(outputs.logits), labels["labels"])
+
+
+def sequence_classification(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+    """One label, one number or several yes/no labels per sample, by `config.problem_type`."""
+    logits, target = _at_least_float32(outputs.logits), labels["labels"]
+    problem = config.problem_type
+    if problem is None:
+        integral = not (target.is_floating_point() or target.is_complex())
+        single = "single_label_classification" if integral else "multi_label_classification"
+        problem = "regression" if config.num_labels == 1 else single
+    if problem == "regression":
+        return F.mse_loss(
+            logits.flatten(1), target.to(logits.dtype).view(len(logits), -1), reduction="none"
+        ).mean(1)
+    if problem == "single_label_classification":
+        return F.cross_entropy(logits, target.view(-1), reduction="none", ignore_index=IGNORED)
+    target = target.to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)
+
+
+def question_answering(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+    """Mean of the losses of an answer's start and end; positions outside the input are ignored."""
+    total: Any = 0.0
+    for side in ("start", "end"):
+        logits = _at_least_float32(outputs[f"{side}_logits"])
+        positions = labels[f"{side}_positions"].view(len(logits)).clamp(0, logits.shape[1])
+        total = total + F.cross_entropy(
+            logits, positions, reduction="none", ignore_index=logits.shape[1]
+        )
+    return total / 2  # type: ignore[no-any-return]
+
+
+#: Loss of each task, by the class names that transformers' auto classes know.
+_TASKS: tuple[tuple[Mapping[str, Any], Loss], ...] = (
+    (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, sequence_classification),
+    (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, sequence_classification),
+    (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES, sequence_classification),
+    (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, token_level),
+    (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, question_answering),
+    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, causal_lm),
+    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level),
+    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, token_level),
+    (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, token_level),
+)
+
+_LABELS = ("labels", "start_positions", "end_positions")
+
+
+def loss_of(model: nn.Module) -> Loss | None:
+    """The per-sample loss of a model's task head; None if its class has none."""
+    name = type(model).__name__
+    for names, loss in _TASKS:
+        for value in names.values():
+            if name == value or (isinstance(value, tuple) and name in value):
+                return loss
+    return None
+
+
+class PerSampleLoss:
+    """Runs a model on a batch and returns one loss per sample.
+
+    Args:
+        head: the model that has the task head (the base model of a PEFT model).
+        compute_loss_func: the user's own loss, `(outputs, labels) -> (B,)`; None for the head's.
+
+    Raises:
+        ValueError: neither is there a `compute_loss_func` nor a per-sample loss for the head.
+    """
+
+    def __init__(
+        self, head: nn.Module, compute_loss_func: Callable[..., Tensor] | None = None
+    ) -> None:
+        self._loss = loss_of(head)
+        if self._loss is None and compute_loss_func is None:
+            raise ValueError(
+                f"`{type(head).__name__}` has no per-sample loss of ours; pass "
+                "`compute_loss_func=f` with f(outputs, labels) returning one loss per sample."
+            )
+        self._head = head
+        self._compute_loss_func = compute_loss_func
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """One loss per sample (B,) of this batch."""
+        features = dict(inputs)
+        labels = {key: features.pop(key) for key in _LABELS if key in features}
+        prepare = getattr(self._head, "prepare_decoder_input_ids_from_labels", None)
+        if prepare is not None and "labels" in labels and self._loss is token_level:
+            features.setdefault("decoder_input_ids", prepare(labels=labels["labels"]))
+        outputs = model(**features)
+        if self._compute_loss_func is not None:
+            target = labels["labels"] if list(labels) == ["labels"] else labels
+            return self._compute_loss_func(outputs, target)
+        if not labels:
+            raise ValueError(
+                f"The training data has none of the label columns {list(_LABELS)}; "
+                f"rename yours, or pass `compute_loss_func`. Columns: {sorted(features)}."
+            )
+        assert self._loss is not None
+        return self._loss(outputs, labels, self._head.config)

@@ -1,0 +1,150 @@
+"""The privacy plan: one frozen object that sampler, clipping, noise and epsilon all read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from hf_dpgrape.privacy import accounting
+
+Clipping = Literal["flat", "automatic"]
+
+#: The one clip group of ordinary (flat) clipping: all tensors together.
+BODY = "body"
+#: The clip group of newly initialized tensors, when they are given a share of their own.
+HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """Everything that the guarantee of a run depends on; every field is public information.
+
+    The mechanism: at each of `num_steps` steps every example is drawn independently with
+    probability `sampling_prob`; each drawn example's gradient is cut into clip groups, group g
+    is clipped to `l2_clip_norm * share_g` with `sum(share_g ** 2) == 1`, the results are summed,
+    and Gaussian noise of standard deviation `noise_stddev` is added to every coordinate.
+
+    Guarantees:
+        The whole clipped vector of one example has norm at most `l2_clip_norm`, so a step is one
+        Gaussian mechanism of noise multiplier `noise_multiplier` on a Poisson sample.
+        The run is (`epsilon(num_steps)`, `target_delta`)-DP under add-or-remove-one neighbors.
+
+    Attributes:
+        num_examples: size of the training set (treated as public).
+        expected_batch_size: mean number of examples in a logical batch; the only divisor.
+        num_steps: optimizer steps of the whole run.
+        noise_multiplier: noise standard deviation over sensitivity.
+        l2_clip_norm: bound on one example's contribution to the sum of a step.
+        target_delta: delta at which epsilon is stated.
+        target_epsilon: what the noise was calibrated for; None when sigma was given.
+        clipping: "flat" scales down what exceeds the bound; "automatic" scales every example
+            to just below it (Bu et al. 2023, arXiv 2206.07136).
+        clip_shares: share of the clip norm per clip group.
+        head_only_steps: during that many first steps only the HEAD group is trained, and has the
+            whole clip norm.
+        accountant: "pld" or "rdp".
+    """
+
+    num_examples: int
+    expected_batch_size: int
+    num_steps: int
+    noise_multiplier: float
+    l2_clip_norm: float
+    target_delta: float
+    target_epsilon: float | None = None
+    clipping: Clipping = "flat"
+    clip_shares: Mapping[str, float] = field(default_factory=lambda: {BODY: 1.0})
+    head_only_steps: int = 0
+    accountant: accounting.Accountant = "pld"
+    neighboring_relation: str = "add_or_remove_one"
+
+    def __post_init__(self) -> None:
+        """Reject plans whose numbers do not describe the mechanism above."""
+        if self.num_examples < 1 or self.num_steps < 1:
+            raise ValueError(
+                "A plan needs at least one example and one step, got "
+                f"`num_examples`={self.num_examples}, `num_steps`={self.num_steps}."
+            )
+        if not 1 <= self.expected_batch_size <= self.num_examples:
+            raise ValueError(
+                f"`expected_batch_size` must be between 1 and the {self.num_examples} training "
+                f"examples, got {self.expected_batch_size}; lower it."
+            )
+        if not self.l2_clip_norm > 0 or math.isinf(self.l2_clip_norm):
+            raise ValueError(
+                f"`l2_clip_norm` must be positive and finite, got {self.l2_clip_norm}."
+            )
+        if not self.noise_multiplier >= 0 or math.isinf(self.noise_multiplier):
+            raise ValueError(
+                f"`noise_multiplier` must be zero or more and finite, got {self.noise_multiplier}."
+            )
+        if not 0 < self.target_delta < 1:
+            raise ValueError(
+                f"`target_delta` must be between 0 and 1, got {self.target_delta}; "
+                "choose it below 1 / num_examples."
+            )
+        if self.clipping not in ("flat", "automatic"):
+            raise ValueError(f"`clipping` must be 'flat' or 'automatic', got {self.clipping!r}.")
+        total = sum(share**2 for share in self.clip_shares.values())
+        if any(share <= 0 for share in self.clip_shares.values()) or abs(total - 1) > 1e-9:
+            raise ValueError(
+                "`clip_shares` must be positive with squares that sum to 1, got "
+                f"{dict(self.clip_shares)} with sum {total:.6g}."
+            )
+        if not 0 <= self.head_only_steps <= self.num_steps:
+            raise ValueError(
+                f"`head_only_steps` must be between 0 and the {self.num_steps} planned steps, "
+                f"got {self.head_only_steps}."
+            )
+        if self.neighboring_relation != "add_or_remove_one":
+            raise ValueError(
+                "`neighboring_relation` must be 'add_or_remove_one', got "
+                f"{self.neighboring_relation!r}: replacing a record has twice the sensitivity."
+            )
+
+    @property
+    def sampling_prob(self) -> float:
+        """Probability with which each example enters a step."""
+        return self.expected_batch_size / self.num_examples
+
+    @property
+    def noise_stddev(self) -> float:
+        """Standard deviation of the noise on each coordinate of the summed gradient."""
+        return self.noise_multiplier * self.l2_clip_norm
+
+    def shares_at(self, step: int) -> Mapping[str, float]:
+        """Clip groups that are trained at a step (counted from 0), with their shares."""
+        return {HEAD: 1.0} if step < self.head_only_steps else self.clip_shares
+
+    def epsilon(
+        self, steps_done: int | None = None, accountant: accounting.Accountant | None = None
+    ) -> float:
+        """Epsilon at `target_delta` after `steps_done` steps (default: the whole run)."""
+        return accounting.epsilon(
+            noise_multiplier=self.noise_multiplier,
+            sampling_prob=self.sampling_prob,
+            num_steps=self.num_steps if steps_done is None else steps_done,
+            delta=self.target_delta,
+            accountant=accountant or self.accountant,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as written into `privacy.json`."""
+        return {**asdict(self), "clip_shares": dict(self.clip_shares)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
+        """The plan that `to_dict` wrote; keys that are not fields are ignored."""
+        names = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in data.items() if key in names})
+
+    def differences(self, other: PrivacyPlan) -> list[str]:
+        """Names of the fields in which two plans differ, with both values, for error texts."""
+        mine, theirs = self.to_dict(), other.to_dict()
+        return [
+            f"`{key}` was {theirs[key]}, is now {mine[key]}"
+            for key in mine
+            if mine[key] != theirs[key]
+        ]

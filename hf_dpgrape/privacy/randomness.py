@@ -1,0 +1,72 @@
+"""Secret randomness: generators seeded from the operating system, never logged nor saved.
+
+A seed that an adversary knows voids the guarantee: known noise can be subtracted, a known sample
+is not amplified. `set_seed(args.seed)` makes the global generators public, so nothing secret
+may be drawn from them as they stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+#: Seeds of `torch.Generator` are 64-bit; the sign bit is left alone.
+_SEED_BITS = 63
+
+
+class SecretSource:
+    """Hands out secret seeds; from OS entropy unless a test fixes them.
+
+    Args:
+        unsafe_seed: for tests only. With it the run is reproducible and therefore NOT private.
+    """
+
+    def __init__(self, *, unsafe_seed: int | None = None) -> None:
+        self._unsafe = None if unsafe_seed is None else random.Random(unsafe_seed)
+
+    @property
+    def is_secret(self) -> bool:
+        """False when a test fixed the seed."""
+        return self._unsafe is None
+
+    def seed(self) -> int:
+        """A fresh seed of 63 bits."""
+        if self._unsafe is not None:
+            return self._unsafe.getrandbits(_SEED_BITS)
+        return secrets.randbits(_SEED_BITS)
+
+    def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator on `device`, seeded by a fresh secret seed."""
+        generator = torch.Generator(device=device)
+        generator.manual_seed(self.seed())
+        return generator
+
+
+@contextlib.contextmanager
+def secret_global_randomness(source: SecretSource) -> Iterator[None]:
+    """Runs a block with global generators (Python, NumPy, torch) that nobody outside can know.
+
+    Dropout, masking collators and augmentations draw from them, and how far a generator has
+    advanced when it reaches one example depends on which other examples were drawn. Under a
+    public seed, adding one record would therefore change the *other* records' gradients, beyond
+    the clip norm. With secret independent draws the output distribution is a mixture over masks
+    that can be coupled record by record, and joint convexity carries the guarantee over.
+
+    The previous states come back at the end, so that no secret state is left to be saved.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        random.seed(source.seed())
+        np.random.seed(source.seed() % 2**32)
+        torch.manual_seed(source.seed())
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,75 @@
+"""`privacy.json`: the machine-readable privacy record beside the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hf_dpgrape.privacy.plan import PrivacyPlan
+
+#: File name of the record, in every checkpoint and in the output folder.
+RECORD_NAME = "privacy.json"
+
+_PACKAGES = ("hf-dpgrape", "dp-accounting", "torch", "transformers")
+
+
+def privacy_record(
+    plan: PrivacyPlan, steps_done: int, projection: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Plan, steps done, epsilon and versions: public numbers only.
+
+    Neither seeds of noise or sampling nor any loss or norm is in it.
+    """
+    return {
+        "epsilon": plan.epsilon(steps_done),
+        "target_delta": plan.target_delta,
+        "steps_done": steps_done,
+        "epsilon_by_accountant": {
+            "pld": plan.epsilon(steps_done, "pld"),
+            "rdp": plan.epsilon(steps_done, "rdp"),
+        },
+        "unit_of_privacy": "one example of the training set",
+        "sampling": "Poisson",
+        "sampling_prob": plan.sampling_prob,
+        "plan": plan.to_dict(),
+        "projection": dict(projection),
+        "versions": {name: version(name) for name in _PACKAGES},
+    }
+
+
+def write_record(folder: str | Path, record: Mapping[str, Any]) -> None:
+    """Writes the record into a folder."""
+    text = json.dumps(record, indent=2, allow_nan=True) + "\n"
+    (Path(folder) / RECORD_NAME).write_text(text, encoding="utf-8")
+
+
+def read_record(folder: str | Path) -> dict[str, Any]:
+    """The record of a checkpoint.
+
+    Raises:
+        ValueError: the folder has none, so nothing is known about what was spent.
+    """
+    path = Path(folder) / RECORD_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"Expected `{RECORD_NAME}` in the checkpoint {folder}, found none: without it the "
+            "privacy already spent is unknown. Resume from a checkpoint of DPGrapeTrainer."
+        )
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def refuse_changed_plan(recorded: Mapping[str, Any], plan: PrivacyPlan) -> None:
+    """Refuses to resume under another plan than the recorded one.
+
+    Raises:
+        ValueError: naming every number that changed.
+    """
+    if changed := plan.differences(PrivacyPlan.from_dict(recorded["plan"])):
+        raise ValueError(
+            "A resumed run must keep its privacy plan, but " + "; ".join(changed) + ". Restore "
+            "these arguments, or start a new run (whose epsilon adds to what was spent)."
+        )

@@ -1,0 +1,1 @@
+"""The small space: public random projections and the parameters an optimizer steps on there."""

@@ -1,0 +1,169 @@
+"""Subspace parameters: what an ordinary optimizer steps on in place of the weights.
+
+For a projected weight W there is a parameter S of the projected shape, zero between steps, whose
+`.grad` is the private gradient. The optimizer steps on S, and a hook after its step adds the
+lifted S to W and sets S to zero again. Every optimizer whose step depends on gradients alone, and
+every schedule, thus works in the small space. A weight that is not projected and has at least 32
+bits is its own S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpgrape.subspace.projection import Projection
+
+Moments = Literal["keep", "reset", "carry"]
+
+
+@dataclass(frozen=True)
+class SubspaceTensor:
+    """One trainable weight and its stand-in."""
+
+    weight: nn.Parameter
+    projection: Projection
+    stand_in: nn.Parameter
+
+    @property
+    def is_own_stand_in(self) -> bool:
+        """Whether the optimizer steps on the weight itself."""
+        return self.stand_in is self.weight
+
+
+class Subspace:
+    """All trainable weights of a model with their stand-ins.
+
+    Args:
+        weights: canonical name -> weight.
+        projections: canonical name -> projection, for the same names.
+        update_proj_gap: steps between refreshes of the projections; 0 for never.
+        moments: what happens to optimizer moments of a projected tensor at a refresh: "keep" them
+            as they are (the paper), "reset" the optimizer's state, or "carry" the first moment over
+            into the new subspace.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        projections: Mapping[str, Projection],
+        *,
+        update_proj_gap: int = 0,
+        moments: Moments = "keep",
+    ) -> None:
+        self.tensors = {
+            name: SubspaceTensor(weight, projections[name], _stand_in(weight, projections[name]))
+            for name, weight in weights.items()
+        }
+        self.projections = projections
+        self._update_proj_gap = update_proj_gap
+        self._moments = moments
+
+    def __iter__(self) -> Iterator[str]:
+        """Canonical names."""
+        return iter(self.tensors)
+
+    def zero_sums(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Zero accumulators of the projected shapes, in at least float32."""
+        return {
+            name: torch.zeros_like(self.tensors[name].stand_in)
+            for name in self.tensors
+            if name in names
+        }
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gives the stand-ins these gradients; tensors that are not named get none."""
+        for name, tensor in self.tensors.items():
+            tensor.stand_in.grad = gradients.get(name)
+
+    def start_at_(self, step: int) -> None:
+        """Sets the projections that the step before `step` used; for a resumed run."""
+        self.refresh_(max(step - 1, 0))
+
+    def refresh_(self, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Moves to the projections of a step, counted from 0; nothing happens between refreshes."""
+        index = step // self._update_proj_gap if self._update_proj_gap else 0
+        for tensor in self.tensors.values():
+            projection = tensor.projection
+            if projection.side is None or projection.refresh_index == index:
+                continue
+            old = projection.matrix if self._moments == "carry" else None
+            projection.refresh_(index)
+            if optimizer is None or tensor.stand_in not in optimizer.state:
+                continue
+            if self._moments == "reset":  # with the step count, or bias correction would misfire
+                del optimizer.state[tensor.stand_in]
+            elif old is not None:
+                _carry_(optimizer.state[tensor.stand_in], tensor, old)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes an optimizer that was built on the weights step on their stand-ins.
+
+        Weight decay of projected tensors becomes decoupled decay of the weight itself, as the
+        stand-in is zero.
+
+        Raises:
+            ValueError: the optimizer has stepped already, so its state has the weights' shapes.
+        """
+        if optimizer.state:
+            raise ValueError(
+                "The optimizer has state from earlier steps on the full weights; pass a new one."
+            )
+        by_weight = {id(t.weight): t for t in self.tensors.values()}
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            own: list[nn.Parameter] = []
+            projected: list[nn.Parameter] = []
+            for p in group["params"]:
+                tensor = by_weight.get(id(p))
+                if tensor is not None:
+                    (own if tensor.is_own_stand_in else projected).append(tensor.stand_in)
+            if own:
+                groups.append({**group, "params": own})
+            if projected:
+                decay = group.get("weight_decay", 0.0)
+                groups.append(
+                    {**group, "params": projected, "weight_decay": 0.0, "lifted_decay": decay}
+                )
+        optimizer.param_groups[:] = groups
+        optimizer.register_step_post_hook(self._lift_hook())
+
+    def _lift_hook(self) -> Callable[[Any, Any, Any], None]:
+        by_stand_in = {id(t.stand_in): t for t in self.tensors.values()}
+
+        @torch.no_grad()
+        def lift(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for group in optimizer.param_groups:
+                for stand_in in group["params"]:
+                    tensor = by_stand_in[id(stand_in)]
+                    if tensor.is_own_stand_in or stand_in.grad is None:
+                        continue
+                    if decay := group.get("lifted_decay", 0.0):
+                        tensor.weight.mul_(1 - group["lr"] * decay)
+                    tensor.projection.lift_onto_(tensor.weight, stand_in)
+                    stand_in.zero_()
+
+        return lift
+
+
+def _stand_in(weight: nn.Parameter, projection: Projection) -> nn.Parameter:
+    """The weight itself if possible, else zeros of the projected shape in at least float32."""
+    wide = weight.dtype in (torch.float32, torch.float64)
+    if projection.side is None and wide:
+        return weight
+    dtype = weight.dtype if wide else torch.float32
+    return nn.Parameter(torch.zeros(projection.shape, dtype=dtype, device=weight.device))
+
+
+@torch.no_grad()
+def _carry_(state: dict[str, Any], tensor: SubspaceTensor, old: Tensor) -> None:
+    """Expresses first moments in the new subspace: the turn is `P_old.T @ P_new`."""
+    projection = tensor.projection
+    for key in ("exp_avg", "momentum_buffer"):
+        if isinstance(value := state.get(key), Tensor):
+            turn = (old.T @ projection.matrix).to(value.dtype)
+            value.copy_(value @ turn if projection.side == "right" else turn.T @ value)

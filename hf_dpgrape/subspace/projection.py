@@ -1,0 +1,132 @@
+"""Random projection of one tensor's gradient (DP-GRAPE, arXiv 2506.15588, algorithm 1)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Side = Literal["left", "right"]
+Scale = Literal["1/sqrt(r)", "1/r"]
+
+
+def projected_side(shape: torch.Size, rank: int) -> Side | None:
+    """The side of a tensor, seen as a matrix (first dimension, rest), that shrinks to `rank`.
+
+    None (not projected) if the rank is 0, the tensor has one dimension, or a side is no larger
+    than the rank.
+    """
+    if rank == 0 or len(shape) < 2:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    if min(rows, columns) <= rank:
+        return None
+    return "right" if rows >= columns else "left"
+
+
+class Projection:
+    """Projects the gradient G (m x n) of one tensor: to `G @ P` (m x r) or `P.T @ G` (r x n).
+
+    P has independent entries of mean 0 and standard deviation 1/sqrt(r), so that squared norms are
+    kept on average and `E[P @ P.T]` is the identity; or 1/r, as in the paper's own code.
+    P is a function of public numbers alone: the run's seed, the tensor's name, and how often it
+    was refreshed. It is independent of the data, so projecting costs no privacy.
+
+    Args:
+        name: canonical name of the tensor.
+        shape: its shape.
+        rank: r; 0 leaves the gradient as it is.
+        scale: standard deviation of P's entries.
+        seed: public seed of the run.
+        device: where P is kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: torch.Size,
+        *,
+        rank: int,
+        scale: Scale = "1/sqrt(r)",
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.name = name
+        self.full_shape = shape
+        self.side = projected_side(shape, rank)
+        self.rank = rank if self.side else 0
+        self.scale = scale
+        self.seed = seed
+        self.device = torch.device(device)
+        self.refresh_index = 0
+        self._matrix: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the projected gradient."""
+        if self.side is None:
+            return self.full_shape
+        rows, columns = self.full_shape[0], math.prod(self.full_shape[1:])
+        return torch.Size((rows, self.rank) if self.side == "right" else (self.rank, columns))
+
+    @property
+    def matrix(self) -> Tensor:
+        """P, float32, of shape (shrunk side, r)."""
+        if self._matrix is None:
+            self._matrix = self.matrix_at(self.refresh_index)
+        return self._matrix
+
+    def matrix_at(self, refresh_index: int) -> Tensor:
+        """P as it is after that many refreshes."""
+        if self.side is None:
+            raise ValueError(f"`{self.name}` is not projected, it has no projection matrix.")
+        rows, columns = self.full_shape[0], math.prod(self.full_shape[1:])
+        key = f"{self.seed}/{self.name}/{refresh_index}".encode()
+        public_seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+        # Drawn on the CPU, so that every device and process has the same P.
+        generator = torch.Generator().manual_seed(public_seed)
+        shrunk = columns if self.side == "right" else rows
+        stddev = self.rank**-0.5 if self.scale == "1/sqrt(r)" else 1 / self.rank
+        drawn = torch.randn(shrunk, self.rank, generator=generator)
+        return drawn.mul_(stddev).to(self.device)
+
+    def refresh_(self, refresh_index: int) -> None:
+        """Moves on to another P."""
+        if refresh_index != self.refresh_index:
+            self.refresh_index = refresh_index
+            self._matrix = None
+
+    def on_rows(self, factor: Tensor) -> Tensor:
+        """Projects a left factor (..., m) if the left side shrinks."""
+        return factor @ self.matrix.to(factor.dtype) if self.side == "left" else factor
+
+    def on_columns(self, factor: Tensor) -> Tensor:
+        """Projects a right factor (..., n) if the right side shrinks."""
+        return factor @ self.matrix.to(factor.dtype) if self.side == "right" else factor
+
+    def rows_at(self, ids: Tensor) -> Tensor | None:
+        """Rows of P at these ids, (..., r), if the left side shrinks."""
+        return self.matrix[ids] if self.side == "left" else None
+
+    def on_gradient(self, gradient: Tensor) -> Tensor:
+        """Projects gradients (..., *full_shape) that were formed in full."""
+        if self.side is None:
+            return gradient
+        matrix = self.matrix.to(gradient.dtype)
+        as_matrix = gradient.flatten(gradient.ndim - len(self.full_shape) + 1)
+        return as_matrix @ matrix if self.side == "right" else matrix.T @ as_matrix
+
+    def lift_onto_(self, weight: Tensor, update: Tensor) -> None:
+        """Adds the lifted `update` (projected shape) to `weight`, in place."""
+        if self.side is None:
+            weight.add_(update)
+            return
+        matrix = self.matrix.to(weight.dtype)
+        flat = weight.view(weight.shape[0], -1)
+        if self.side == "right":
+            flat.addmm_(update.to(weight.dtype), matrix.T)
+        else:
+            flat.addmm_(matrix, update.to(weight.dtype))

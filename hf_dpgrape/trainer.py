@@ -1,0 +1,429 @@
+"""`DPGrapeTrainer`: transformers' Trainer with the private step in place of the backward pass."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput, has_length
+
+from hf_dpgrape.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.capture.capture import Recorder
+from hf_dpgrape.capture.layout import Layout, observe_layouts
+from hf_dpgrape.capture.sites import Site
+from hf_dpgrape.data import LogicalBatches
+from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
+from hf_dpgrape.engine.tensors import (
+    make_projections,
+    matching,
+    newly_initialized,
+    sites_or_problems,
+)
+from hf_dpgrape.losses import PerSampleLoss
+from hf_dpgrape.model_card import render_card
+from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
+from hf_dpgrape.privacy.sampling import PoissonSampler
+from hf_dpgrape.record import privacy_record, read_record, refuse_changed_plan, write_record
+from hf_dpgrape.subspace.parameters import Subspace
+
+#: Log entries that are functions of private data without noise.
+_RAW_LOGS = {"loss": "non_private_loss", "train_loss": "non_private_train_loss"}
+
+
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+
+class DPGrapeMixin(_TrainerBase):
+    """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
+
+    Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
+    evaluation, saving. Training differs in that an optimizer step is a private step on a Poisson
+    sample (see `hf_dpgrape.engine.private_step`) and stops after the planned number of steps.
+
+    Guarantees:
+        After `train()` the weights, the checkpoints and the logs are
+        (`plan.epsilon(steps)`, `target_delta`)-DP in the training set, add-or-remove-one, unless
+        `log_non_private_metrics` is set (then the logs are not).
+
+    Attributes:
+        plan: the `PrivacyPlan`; None without a training set.
+    """
+
+    args: DPGrapeTrainingArguments
+    model: Any  # None only inside the Trainer's constructor
+    optimizer: Any
+    plan: PrivacyPlan | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.args, DPGrapeTrainingArguments):
+            raise TypeError(
+                "`args` must be DPGrapeTrainingArguments (they hold the privacy budget), got "
+                f"{type(self.args).__name__}."
+            )
+        self._source = SecretSource(unsafe_seed=self.args.unsafe_test_seed)
+        self._private_step: PrivateStep | None = None
+        self._has_trained = False
+        if self.train_dataset is not None:
+            self._make_plan()
+
+    # ---- Before training -------------------------------------------------------------------
+
+    def _make_plan(self) -> PrivacyPlan:
+        """Checks model and data, and derives the plan from the arguments."""
+        if isinstance(self.train_dataset, torch.utils.data.IterableDataset) or not has_length(
+            self.train_dataset
+        ):
+            raise ValueError(
+                "`train_dataset` must have a length and indexed access, got "
+                f"{type(self.train_dataset).__name__}: Poisson sampling draws each example with a "
+                "known probability. Load it as a map-style dataset."
+            )
+        _refuse_dtypes(self.model)
+        _sites(self.model)
+        PerSampleLoss(_head_of(self.model), self.compute_loss_func)
+        self.plan = self.args.make_plan(len(self.train_dataset), has_head=bool(self._head()))
+        return self.plan
+
+    def _head(self) -> frozenset[str]:
+        """Canonical names of the head's tensors."""
+        if self.args.head_modules is None:
+            return newly_initialized(self.model)
+        names = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        head = matching(names, self.args.head_modules)
+        if not head:
+            raise ValueError(
+                f"`head_modules`={self.args.head_modules} matches no trainable tensor; the last "
+                f"ones are {names[-3:]}."
+            )
+        return head
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Keeps accelerate from wrapping the model in DistributedDataParallel.
+
+        Its buckets would be as large as the full gradients, and would wait for gradients that
+        never come; the small projected sums are reduced by the private step instead.
+        """
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = functools.partial(
+            self.accelerator.prepare_model,
+            evaluation_mode=True,
+        )
+
+    def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
+        """Logical batches, drawn by Poisson sampling from secret randomness."""
+        plan = self._make_plan()
+        return DataLoader(
+            self._logical_batches(),
+            batch_size=None,
+            sampler=PoissonSampler(
+                num_examples=plan.num_examples,
+                sampling_prob=plan.sampling_prob,
+                num_batches=self.args.steps_per_epoch(plan.num_examples),
+                generator=self._source.generator(),
+                rank=self.args.process_index,
+                num_processes=self.args.world_size,
+            ),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+
+    def _logical_batches(self) -> LogicalBatches:
+        """The training set with the columns that the model takes."""
+        dataset, collate = self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        return LogicalBatches(dataset, collate, self.args.per_device_train_batch_size)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's own optimizer, made to step in the subspace; and the private step."""
+        super().create_optimizer(model)
+        assert self.plan is not None
+        head = self._head()
+        weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        projections = make_projections(
+            self.model,
+            rank=self.args.rank,
+            scale=self.args.projection_scale,  # type: ignore[arg-type]
+            seed=self.args.seed,
+            head=head,
+            target_modules=self.args.optim_target_modules,
+        )
+        self._subspace = Subspace(
+            weights,
+            projections,
+            update_proj_gap=self.args.refresh_gap(self.plan.num_steps),
+            moments=self.args.refresh_moments,  # type: ignore[arg-type]
+        )
+        if self.args.head_learning_rate is not None:
+            own_rate = {id(weights[name]) for name in head}
+            _split_groups(self.optimizer, own_rate, self.args.head_learning_rate)
+        self._subspace.adopt(self.optimizer)
+        sites = _sites(self.model)
+        self._private_step = PrivateStep(
+            plan=self.plan,
+            recorder=Recorder(self.model, sites, projections, self._layouts(sites)),
+            subspace=self._subspace,
+            head=head,
+            source=self._source,
+        )
+        self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
+        self._inner_optimizer = self.optimizer
+        if distributed.is_available() and distributed.is_initialized():
+            for parameter in self.model.parameters():
+                distributed.broadcast(parameter.data, src=0)
+        return self.optimizer  # type: ignore[no-any-return]
+
+    def _layouts(self, sites: list[Site]) -> dict[str, Layout]:
+        """How the model's layers see the batch, observed on three training examples."""
+        batches = self._logical_batches()
+        wanted = [i % len(batches) for i in range(3)]
+        batches = LogicalBatches(batches._examples, batches._collate, 3)
+        (batch,) = batches[wanted]
+        inputs = self._prepare_inputs(batch.inputs)
+
+        def forward(samples: list[int]) -> None:
+            chosen = {
+                key: value[samples]
+                if isinstance(value, Tensor) and value.ndim and value.shape[0] == 3
+                else value
+                for key, value in inputs.items()
+            }
+            self._per_sample_loss_of(chosen)
+
+        self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
+        return observe_layouts(self.model, [s.name for s in sites if s.rule], forward)
+
+    def _per_sample_loss_of(self, inputs: Any) -> Tensor:
+        """One loss per sample of a physical batch, under the Trainer's precision."""
+        with self.compute_loss_context_manager():
+            return self._per_sample_loss(self.model_wrapped, self._prepare_inputs(inputs))
+
+    # ---- Training --------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Trains privately for the planned number of steps.
+
+        Raises:
+            ValueError: this trainer has trained already, or a resumed run changes the plan.
+        """
+        if self._has_trained and self.model_init is None and not resume_from_checkpoint:
+            assert self.plan is not None
+            raise ValueError(
+                f"This trainer has already spent epsilon={self.plan.epsilon():.4g}; a second "
+                "`train()` would spend it again. Plan all steps in one run, or make a new trainer "
+                "and add up what both spend."
+            )
+        output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._has_trained = True
+        if not self.args.log_non_private_metrics:
+            output = output._replace(training_loss=float("nan"))
+        return output
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """The training loop under secret global randomness (dropout, collators, augmentation)."""
+        with secret_global_randomness(self._source):
+            output: TrainOutput = super()._inner_training_loop(*args, **kwargs)
+            return output
+
+    def training_step(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        inputs: list[PhysicalBatch],
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """One private step on a logical batch; the loss it returns is 0 unless asked for."""
+        assert self._private_step is not None
+        model.train()
+        step = self.state.global_step
+        if step == self._initial_global_step:
+            self._subspace.start_at_(step)
+        self._subspace.refresh_(step, self._inner_optimizer)
+        loss_sum = self._private_step(inputs, self._per_sample_loss_of, step=step)
+        if not self.args.log_non_private_metrics:
+            loss_sum = torch.zeros(())
+        return (loss_sum / self._private_step.plan.expected_batch_size).to(self.args.device)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        """Norm of the private gradient, which is noised already."""
+        grads = [
+            t.stand_in.grad for t in self._subspace.tensors.values() if t.stand_in.grad is not None
+        ]
+        return float(nn.utils.get_total_norm(grads))
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected batch size, for the Trainer's messages."""
+        assert self.args.expected_batch_size is not None
+        return self.args.expected_batch_size
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0: the number of tokens drawn, which a count would reveal, is secret."""
+        return 0
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> None:
+        """None: a count over the batch must not reach any sample's loss."""
+        return None
+
+    # ---- Logs and files --------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs epsilon spent so far, and no raw loss unless it was asked for."""
+        is_training_log = any(name in logs for name in _RAW_LOGS)
+        for name, honest_name in _RAW_LOGS.items():
+            value = logs.pop(name, None)
+            if value is not None and self.args.log_non_private_metrics:
+                logs[honest_name] = value
+        if is_training_log and self.plan is not None:
+            logs["epsilon"] = self.plan.epsilon(self.state.global_step)
+            logs["target_delta"] = self.plan.target_delta
+        super().log(logs, start_time)
+
+    def privacy_record(self) -> dict[str, Any]:
+        """What `privacy.json` says about the model as it is now."""
+        assert self.plan is not None
+        projections = self._subspace.projections.values()
+        return privacy_record(
+            self.plan,
+            self.state.global_step,
+            {
+                "rank": self.args.rank,
+                "scale": self.args.projection_scale,
+                "update_proj_gap": self.args.refresh_gap(self.plan.num_steps),
+                "num_projected": sum(p.side is not None for p in projections),
+                "num_tensors": len(projections),
+                "seed": self.args.seed,
+                "randomness": "generators seeded by the operating system"
+                if self._source.is_secret
+                else "FIXED TEST SEED: NOT PRIVATE",
+            },
+        )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Saves model and processing class, and the privacy record beside them."""
+        super()._save(output_dir, state_dict=state_dict)
+        if self.args.should_save and self._private_step is not None:
+            write_record(self._folder(output_dir), self.privacy_record())
+
+    def _folder(self, output_dir: str | None = None) -> Path:
+        """Where to write: the given folder, else `args.output_dir`."""
+        folder = output_dir or self.args.output_dir
+        assert folder is not None
+        return Path(folder)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
+        os.makedirs(output_dir, exist_ok=True)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads nothing: a resumed run draws fresh secret randomness."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads the weights of a checkpoint that was made under the same plan."""
+        plan = self._make_plan()
+        refuse_changed_plan(read_record(resume_from_checkpoint), plan)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def create_model_card(  # type: ignore[override]
+        self,
+        language: Any = None,
+        license: str | None = None,
+        tags: Any = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the privacy card as `README.md` into the output folder.
+
+        Takes the Trainer's arguments; those about the training data set's name are not used, as
+        the card tells nothing about private data that is not in the privacy record.
+        """
+        if not self.is_world_process_zero():
+            return
+        if self._private_step is None:
+            raise ValueError("The card describes a trained model; call `train()` first.")
+        folder = self._folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        base = finetuned_from or getattr(self.model.config, "_name_or_path", "") or None
+        card = render_card(
+            self.privacy_record(),
+            model_name=model_name or folder.name,
+            base_model=base if base and not os.path.isdir(base) else None,
+            metrics=dict(_last_metrics(self.state.log_history)),
+            language=language,
+            license=license,
+            tags=[tags] if isinstance(tags, str) else tags,
+        )
+        card.save(folder / "README.md")
+
+
+class DPGrapeTrainer(DPGrapeMixin, Trainer):
+    """`transformers.Trainer` that trains privately; see `DPGrapeMixin` for what differs."""
+
+
+def _head_of(model: nn.Module) -> nn.Module:
+    """The model that has the task head: the base model of a PEFT model, else itself."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _sites(model: nn.Module) -> list[Site]:
+    """Sites of all trainable tensors.
+
+    Raises:
+        ValueError: naming everything that cannot be trained exactly, and what to do.
+    """
+    sites, problems = sites_or_problems(model)
+    if problems:
+        raise ValueError(
+            f"`{type(model).__name__}` cannot be trained privately as it is: "
+            + "; ".join(f"`{name}`: {reason}" for name, reason in problems.items())
+            + ". Freeze what cannot be trained with `requires_grad_(False)`."
+        )
+    return sites
+
+
+def _refuse_dtypes(model: nn.Module) -> None:
+    """Refuses float16 weights, whose updates and gradients overflow."""
+    halves = [n for n, p in model.named_parameters() if p.dtype == torch.float16]
+    if halves:
+        raise ValueError(
+            f"Expected weights in float32 or bfloat16, got float16 (`{halves[0]}` and "
+            f"{len(halves) - 1} more); load the model with `dtype=torch.float32`."
+        )
+
+
+def _split_groups(optimizer: torch.optim.Optimizer, own_rate: set[int], rate: float) -> None:
+    """Gives the parameters with these ids groups of their own, with another learning rate."""
+    groups = []
+    for group in optimizer.param_groups:
+        inside = [p for p in group["params"] if id(p) in own_rate]
+        outside = [p for p in group["params"] if id(p) not in own_rate]
+        groups += [{**group, "params": outside}] if outside else []
+        groups += [{**group, "params": inside, "lr": rate}] if inside else []
+    optimizer.param_groups[:] = groups
+
+
+def _last_metrics(log_history: list[dict[str, float]]) -> Iterator[tuple[str, float]]:
+    """Quality metrics of the last evaluation: no times, rates or counts."""
+    logs = [log for log in log_history if any(key.startswith("eval_") for key in log)]
+    for key, value in (logs[-1] if logs else {}).items():
+        name = key.removeprefix("eval_")
+        if key.startswith("eval_") and not name.endswith(("runtime", "per_second")):
+            yield name, value

