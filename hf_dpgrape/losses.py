@@ -38,8 +38,20 @@ def causal_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor
 
 
 def token_level(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
-    """One label per position: masked LM, token classification, seq2seq LM."""
+    """One label per position: masked LM, token classification."""
     return _mean_over_labels(_at_least_float32(outputs.logits), labels["labels"])
+
+
+def seq2seq_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+    """The decoder's next tokens: its inputs are the labels shifted, so positions agree."""
+    return token_level(outputs, labels, config)
+
+
+def _shift_right(labels: Tensor, config: Any) -> Tensor:
+    """Decoder inputs: the start token, then the labels but for the last one."""
+    start = config.decoder_start_token_id
+    shifted = F.pad(labels[:, :-1], (1, 0), value=start)
+    return shifted.masked_fill(shifted == IGNORED, config.pad_token_id)
 
 
 def sequence_classification(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
@@ -81,8 +93,8 @@ _TASKS: tuple[tuple[Mapping[str, Any], Loss], ...] = (
     (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, question_answering),
     (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, causal_lm),
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level),
-    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, token_level),
-    (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, token_level),
+    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, seq2seq_lm),
+    (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, seq2seq_lm),
 )
 
 _LABELS = ("labels", "start_positions", "end_positions")
@@ -125,9 +137,9 @@ class PerSampleLoss:
         """One loss per sample (B,) of this batch."""
         features = dict(inputs)
         labels = {key: features.pop(key) for key in _LABELS if key in features}
-        prepare = getattr(self._head, "prepare_decoder_input_ids_from_labels", None)
-        if prepare is not None and "labels" in labels and self._loss is token_level:
-            features.setdefault("decoder_input_ids", prepare(labels=labels["labels"]))
+        if self._loss is seq2seq_lm and "labels" in labels:
+            start = _shift_right(labels["labels"], self._head.config)
+            features.setdefault("decoder_input_ids", start)
         outputs = model(**features)
         if self._compute_loss_func is not None:
             target = labels["labels"] if list(labels) == ["labels"] else labels

@@ -16,7 +16,8 @@ from transformers.trainer_utils import TrainOutput, has_length
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.capture.capture import Recorder
-from hf_dpgrape.capture.layout import Layout, observe_layouts
+from hf_dpgrape.capture.layout import Layouts
+from hf_dpgrape.capture.observation import observe_layouts
 from hf_dpgrape.capture.sites import Site
 from hf_dpgrape.data import LogicalBatches
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
@@ -189,7 +190,7 @@ class DPGrapeMixin(_TrainerBase):
                 distributed.broadcast(parameter.data, src=0)
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _layouts(self, sites: list[Site]) -> dict[str, Layout]:
+    def _layouts(self, sites: list[Site]) -> Layouts:
         """How the model's layers see the batch, observed on three training examples."""
         batches = self._logical_batches()
         wanted = [i % len(batches) for i in range(3)]
@@ -197,17 +198,17 @@ class DPGrapeMixin(_TrainerBase):
         (batch,) = batches[wanted]
         inputs = self._prepare_inputs(batch.inputs)
 
-        def forward(samples: list[int]) -> None:
+        def forward(samples: list[int]) -> Tensor:
             chosen = {
                 key: value[samples]
                 if isinstance(value, Tensor) and value.ndim and value.shape[0] == 3
                 else value
                 for key, value in inputs.items()
             }
-            self._per_sample_loss_of(chosen)
+            return self._per_sample_loss_of(chosen)
 
         self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
-        return observe_layouts(self.model, [s.name for s in sites if s.rule], forward)
+        return observe_layouts(self.model, sites, forward)
 
     def _per_sample_loss_of(self, inputs: Any) -> Tensor:
         """One loss per sample of a physical batch, under the Trainer's precision."""

@@ -37,10 +37,10 @@ LONG: dict[str, Any] = {
 }
 SETTINGS: dict[str, Any] = {
     "l2_clip_norm": 1.0,
-    "clipping": "automatic",
+    "clipping": "flat",
     "rank": 16,
     "head_clip_share": 0.7,
-    "learning_rate": 5e-4,
+    "learning_rate": 1e-4,
     "head_learning_rate": 3e-2,
     "lr_scheduler_type": "linear",
     "per_device_train_batch_size": 32,
@@ -142,8 +142,7 @@ def result_table(result: dict[str, float], folder: Path) -> Table:
     table.add_row("steps", f"{result['steps']:.0f}")
     table.add_row("seconds", f"{result['seconds']:.0f}")
     table.add_row("peak memory", f"{result['peak_mib']:.0f} MiB")
-    table.add_row("model", str(folder))
-    table.add_row("model card", str(folder / "README.md"))
+    table.add_row("model and its card", f"{folder}, {folder / 'README.md'}")
     return table
 
 

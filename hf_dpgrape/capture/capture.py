@@ -1,9 +1,9 @@
-"""The recorder: hooks on layers while one physical batch passes forward and backward."""
+"""The recorder: taps on layers while one physical batch passes forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from hf_dpgrape.capture.gradients import Dense, Form, PerSampleGradients
 from hf_dpgrape.capture.layout import Layout, Layouts
 from hf_dpgrape.capture.rules import TENSOR, Call, Projector
 from hf_dpgrape.capture.sites import Site
+
+#: What is done to a call's output: (args, kwargs, output) -> the output to go on with.
+OnOutput = Callable[[Any, Any, Any], Any]
 
 
 class _Tap(torch.autograd.Function):
@@ -34,14 +37,18 @@ class _Tap(torch.autograd.Function):
     ) -> Tensor:
         ctx.tap = tap
         ctx.save_for_backward(*saved)
-        return output
+        # Not the input itself: that would be a view, which models may not modify in place.
+        return output.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         site, call, gradients = ctx.tap
         assert site.rule is not None
         saved = ctx.saved_tensors
-        for local, part in site.rule.gradients(call, saved, grad):
+        own = grad
+        if call.broadcast > 1:
+            own = grad.reshape(call.batch_size, call.broadcast, *grad.shape[1:]).sum(1)
+        for local, part in site.rule.gradients(call, saved, own):
             gradients.add(site.tensors[local], part)
         return grad, None, None, *(None for _ in saved)
 
@@ -54,7 +61,7 @@ class Recorder:
         sites: where its tensors live (see `find_sites`).
         projectors: how each tensor is projected, by canonical name. Tensors without a projector
             are not recorded.
-        layouts: how each site's module sees the batch (see `observe_layouts`).
+        layouts: how each site sees the batch (see `observe_layouts`).
         form: form of the gradients, for tests.
     """
 
@@ -81,7 +88,7 @@ class Recorder:
         """Records one forward and backward of `batch_size` samples.
 
         Inside the block no parameter requires grad, so that autograd never forms a gradient of
-        full size; the hooks and the flags are gone after it, whatever happens.
+        full size; the taps and the flags are gone after it, whatever happens.
 
         Args:
             batch_size: number of samples in the batch.
@@ -103,42 +110,41 @@ class Recorder:
                         if name in self._projectors and (names is None or name in names)
                     }
                     if tensors and site.rule is None:
-                        leaves += stack.enter_context(_expanded(site, tensors, batch_size))
+                        leaves += stack.enter_context(expanded(site, batch_size))
                     elif tensors:
-                        hook = self._hook(site, tensors, gradients, anchors)
-                        handle = site.module.register_forward_hook(hook, with_kwargs=True)
-                        stack.callback(handle.remove)
+                        tap = self._tap(site, tensors, gradients, anchors)
+                        stack.enter_context(intercepted(site, tap))
                 yield gradients
                 for name, leaf in leaves:
                     if leaf.grad is not None:
-                        projector = self._projectors[name]
-                        gradients.add(name, Dense(projector.on_gradient(leaf.grad[:, None])))
+                        grad = leaf.grad.reshape(batch_size, *self._projectors[name].full_shape)
+                        gradients.add(name, Dense(self._projectors[name].on_gradient(grad)))
         finally:
             self._recording = False
 
-    def _hook(
+    def _tap(
         self,
         site: Site,
         tensors: Mapping[str, Projector],
         gradients: PerSampleGradients,
         anchors: dict[torch.device, Tensor],
-    ) -> Any:
-        """The forward hook of one site."""
+    ) -> OnOutput:
+        """What is done to the outputs of one site."""
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        def tap(args: Any, kwargs: Any, output: Any) -> Any:
             if not torch.is_grad_enabled() or _in_functorch():
-                return None
+                return output
             leaves, spec = pytree.tree_flatten((args, kwargs))
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            layout = self._layouts.get(site.name)
-            _check(site, layout, inputs, output, gradients.batch_size)
-            assert layout is not None and site.rule is not None
+            layout = checked(site, self._layouts, inputs, output, gradients.batch_size)
+            assert site.rule is not None
             device = output.device.type
             autocast = torch.is_autocast_enabled(device)
             call = Call(
-                module=module,
+                module=site.module,
                 slots=tensors,
                 batch_size=gradients.batch_size,
+                broadcast=1 if layout.output else layout.broadcast,
                 batched=tuple(rows > 0 for rows in layout.inputs),
                 arguments=tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
                 spec=spec,
@@ -146,23 +152,28 @@ class Recorder:
             )
             with torch.no_grad():
                 saved = site.rule.save(call, [tensor.detach() for tensor in inputs])
-            if layout.output == 0:
-                output = output.expand(gradients.batch_size, *output.shape[1:])
+            output = with_batch(output, layout, gradients.batch_size)
             if output.device not in anchors:
                 anchors[output.device] = torch.zeros((), device=output.device, requires_grad=True)
-            tapped: Tensor = _Tap.apply(  # type: ignore[no-untyped-call]
-                output, anchors[output.device], (site, call, gradients), *saved
-            )
-            return tapped
+            anchor = anchors[output.device]
+            return _Tap.apply(output, anchor, (site, call, gradients), *saved)  # type: ignore[no-untyped-call]
 
-        return hook
+        return tap
 
 
-def _check(
-    site: Site, layout: Layout | None, inputs: Sequence[Tensor], output: Any, batch_size: int
-) -> None:
-    """Refuses a call that does not see the batch as it did when layouts were observed."""
-    label = f"`{site.name}` ({type(site.module).__name__})"
+def with_batch(output: Tensor, layout: Layout, batch_size: int) -> Tensor:
+    """An output that is broadcast over the batch, expanded so that each sample has its own."""
+    if layout.output:
+        return output
+    return output.expand(batch_size * layout.broadcast, *output.shape[1:])
+
+
+def checked(
+    site: Site, layouts: Layouts, inputs: Sequence[Tensor], output: Any, batch_size: int
+) -> Layout:
+    """The site's layout, if this call sees the batch as it did when layouts were observed."""
+    label = f"`{site.key}` ({type(site.module).__name__})"
+    layout = layouts.get(site.key)
     if layout is None:
         raise RuntimeError(
             f"{label} is called in training but was not when the model was inspected; "
@@ -177,6 +188,7 @@ def _check(
             f"{label}: expected {expected or [1]} rows for a batch of {batch_size}, got {rows} in "
             f"and {output.shape[0]} out; per-sample gradients cannot be told apart."
         )
+    return layout
 
 
 def _in_functorch() -> bool:
@@ -197,17 +209,60 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
+def intercepted(site: Site, on_output: OnOutput) -> AbstractContextManager[None]:
+    """Passes every output of a site's module or method through `on_output` inside the block."""
+    return _hooked(site, on_output) if site.method == "forward" else _wrapped(site, on_output)
+
+
 @contextmanager
-def _expanded(
-    site: Site, tensors: Mapping[str, Projector], batch_size: int
+def _hooked(site: Site, on_output: OnOutput) -> Iterator[None]:
+    handle = site.module.register_forward_hook(
+        lambda _, args, kwargs, output: on_output(args, kwargs, output), with_kwargs=True
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _wrapped(site: Site, on_output: OnOutput) -> Iterator[None]:
+    original = getattr(site.module, site.method)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return on_output(args, kwargs, original(*args, **kwargs))
+
+    setattr(site.module, site.method, method)
+    try:
+        yield
+    finally:
+        delattr(site.module, site.method)
+
+
+@contextmanager
+def expanded(
+    site: Site, batch_size: int, values: Mapping[str, Tensor] | None = None
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Bare tensors with a first dimension of 1 become one leaf per sample inside the block."""
-    originals = {local: site.module._parameters[local] for local in tensors}
+    """Bare tensors of a site become one leaf per sample inside the block.
+
+    Args:
+        site: a site without a rule.
+        batch_size: number of samples.
+        values: one value per sample (B, *shape) by local name; None for the tensors' own.
+
+    Yields:
+        Canonical names and leaves.
+    """
+    originals = {local: site.module.get_parameter(local) for local in site.tensors}
     leaves = []
     try:
         for local, original in originals.items():
-            assert original is not None
-            leaf = original.detach().expand(batch_size, *original.shape[1:]).requires_grad_()
+            own = original.detach()
+            each = own.expand(batch_size, *own.shape) if values is None else values[local]
+            if site.scale_dims is None:
+                leaf = each.flatten(0, 1).requires_grad_()
+            else:
+                leaf = each[(slice(None), *(None,) * site.scale_dims)].detach().requires_grad_()
             site.module._parameters[local] = leaf  # type: ignore[assignment]
             leaves.append((site.tensors[local], leaf))
         yield leaves

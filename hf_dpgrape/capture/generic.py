@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from hf_dpgrape.capture.gradients import Dense
@@ -61,11 +62,9 @@ class EmbeddingSubclassRule:
         lookups = _Lookups(weight, call.batch_size)
         with torch.enable_grad(), call.autocast(grad.device), lookups:
             out = call.module.forward(*args, **kwargs)
-        if not lookups.rows:
-            raise RuntimeError(
-                f"`{type(call.module).__name__}` subclasses nn.Embedding but reads its weight by "
-                "other means than a lookup; freeze it with `requires_grad_(False)`."
-            )
+        if not lookups.rows:  # it reads its weight by other means, as a slice of positions
+            yield from GenericRule().gradients(call, saved, grad)
+            return
         for ids, rows_grad in zip(
             lookups.ids, torch.autograd.grad(out, lookups.rows, grad), strict=True
         ):
@@ -78,7 +77,13 @@ class GenericRule:
 
     A sample sees exactly what it would see alone. The gradient of a few samples at a time is
     formed in full before it is projected.
+
+    Args:
+        method: the method that was called.
     """
+
+    def __init__(self, method: str = "forward") -> None:
+        self._method = method
 
     def save(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All input tensors."""
@@ -95,9 +100,13 @@ class GenericRule:
                 for batched, tensor in zip(call.batched, saved, strict=True)
             ]
             args, kwargs = call.restore(tensors)
-            forward = vjp(lambda p: functional_call(call.module, p, args, kwargs), params)
-            found: dict[str, Tensor] = forward[1](grad)[0]
-            return {name: call.slots[name].on_gradient(g) for name, g in found.items()}
+
+            def forward(values: dict[str, Tensor]) -> Any:
+                with _reparametrize_module(call.module, values, tie_weights=False):
+                    return getattr(call.module, self._method)(*args, **kwargs)
+
+            found: dict[str, Tensor] = vjp(forward, params)[1](grad)[0]
+            return found
 
         own = [
             tensor.reshape(call.batch_size, -1, *tensor.shape[1:])
@@ -105,8 +114,13 @@ class GenericRule:
             if batched
         ]
         grad = grad.reshape(call.batch_size, -1, *grad.shape[1:])
-        largest = max(p.numel() for p in params.values())
-        with call.autocast(grad.device):
-            found = vmap(one_sample, chunk_size=max(1, _CHUNK_ELEMENTS // largest))(own, grad)
-        for name, values in found.items():
-            yield name, Dense(values)
+        size = max(1, _CHUNK_ELEMENTS // max(p.numel() for p in params.values()))
+        chunks: dict[str, list[Tensor]] = {name: [] for name in params}
+        for start in range(0, call.batch_size, size):
+            some = slice(start, start + size)
+            with call.autocast(grad.device):
+                found = vmap(one_sample)([tensor[some] for tensor in own], grad[some])
+            for name, values in found.items():
+                chunks[name].append(call.slots[name].on_gradient(values))
+        for name, parts in chunks.items():
+            yield name, Dense(torch.cat(parts))

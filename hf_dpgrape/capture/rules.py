@@ -28,6 +28,8 @@ from hf_dpgrape.capture.gradients import Dense, Gradient, Outer, Scatter
 class Projector(Protocol):
     """How one tensor, seen as a matrix of m rows and n columns, is projected."""
 
+    full_shape: torch.Size
+
     def on_rows(self, factor: Tensor) -> Tensor:
         """Projects a left factor (..., m), or returns it as it is."""
 
@@ -56,6 +58,7 @@ class Call:
         module: the layer.
         slots: the captured tensors' projectors, by their local name in the module.
         batch_size: number of samples B.
+        broadcast: rows per sample that a broadcast output was expanded to.
         batched: for each input tensor, whether its first dimension runs over samples.
         arguments: the call's flattened arguments, with `TENSOR` where a tensor was.
         spec: how to unflatten them.
@@ -65,6 +68,7 @@ class Call:
     module: nn.Module
     slots: Slots
     batch_size: int
+    broadcast: int
     batched: tuple[bool, ...]
     arguments: tuple[Any, ...]
     spec: pytree.TreeSpec

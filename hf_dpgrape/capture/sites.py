@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_dpgrape.capture.generic import EmbeddingSubclassRule, GenericRule
 from hf_dpgrape.capture.rules import (
@@ -21,10 +21,22 @@ from hf_dpgrape.capture.rules import (
 _RULES: dict[str, Callable[[], Rule]] = {
     "torch.nn.modules.linear.Linear": LinearRule,
     "transformers.pytorch_utils.Conv1D": Conv1DRule,
+    "transformers.models.falcon.modeling_falcon.FalconLinear": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
     "torch.nn.modules.normalization.LayerNorm": LayerNormRule,
     "torch.nn.modules.conv.Conv2d": Conv2dRule,
 }
+
+#: Methods that turn a position table into a bias for all samples: by (class, table) the method
+#: whose output has the batch in front. The table's own lookup sees positions only.
+_METHODS: dict[tuple[str, str], str] = {
+    ("T5Attention", "relative_attention_bias"): "compute_bias",
+    ("MPNetEncoder", "relative_attention_bias"): "compute_position_bias",
+}
+
+#: Classes that multiply activations by a bare vector: how many dimensions an activation has
+#: between the batch and the vector's own.
+_SCALE_DIMS: dict[str, int] = {"BeitLayer": 1, "ConvNextLayer": 2}
 
 #: Layers whose output for one sample depends on the other samples of the batch.
 _MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
@@ -39,17 +51,27 @@ class Site:
         module: the module.
         tensors: local parameter name -> canonical name in the model (tied tensors share one).
         rule: the layer rule; None for tensors that the module itself adds or expands ("bare").
+        method: the method whose output the rule explains.
+        scale_dims: for bare tensors, dimensions to insert between the batch and the tensor's own;
+            None if the tensor's first dimension of 1 stands for the batch.
     """
 
     name: str
     module: nn.Module
     tensors: Mapping[str, str] = field(default_factory=dict)
     rule: Rule | None = None
+    method: str = "forward"
+    scale_dims: int | None = None
 
     @property
     def rule_name(self) -> str:
         """What the tensors are taken by, for reports."""
         return "bare parameter" if self.rule is None else type(self.rule).__name__
+
+    @property
+    def key(self) -> str:
+        """Identifies what is called, among all sites."""
+        return self.name if self.method == "forward" else f"{self.name}.{self.method}()"
 
 
 def refusal(module: nn.Module) -> str:
@@ -94,6 +116,7 @@ def find_sites(model: nn.Module, names: Collection[str]) -> tuple[list[Site], di
     canonical = {id(p): name for name, p in model.named_parameters() if name in names}
     sites: list[Site] = []
     problems: dict[str, str] = {}
+    bare_owners: list[tuple[str, nn.Module, dict[str, str]]] = []
     for module_name, module in model.named_modules():
         own = {
             local: canonical[id(p)]
@@ -102,24 +125,40 @@ def find_sites(model: nn.Module, names: Collection[str]) -> tuple[list[Site], di
         }
         if not own:
             continue
-        is_leaf = all(next(child.parameters(), None) is None for child in module.children())
-        if is_leaf and type(module).forward is not nn.Module.forward:
-            sites.append(Site(module_name, module, own, _rule_for(module)))
-            continue
-        bare = {}
+        if _is_leaf(module):
+            sites.append(_leaf_site(model, module_name, module, own))
+        else:
+            bare_owners.append((module_name, module, own))
+    layered = {name for site in sites for name in site.tensors.values()}
+    for module_name, module, own in bare_owners:
         for local, name in own.items():
-            if _is_broadcast(module.get_parameter(local)):
-                bare[local] = name
-            else:
-                problems[name] = (
-                    f"{type(module).__name__} uses `{local}` directly and not through a layer, "
-                    "and it has no leading dimension of 1 to stand for the batch"
-                )
-        if bare:
-            sites.append(Site(module_name, module, bare))
+            if name in layered:  # another name of a tensor that a layer uses, as LM heads' biases
+                continue
+            scale_dims = _SCALE_DIMS.get(type(module).__name__)
+            tensor = module.get_parameter(local)
+            if scale_dims is not None or (tensor.ndim >= 2 and tensor.shape[0] == 1):
+                sites.append(Site(module_name, module, {local: name}, scale_dims=scale_dims))
+                continue
+            problems[name] = (
+                f"{type(module).__name__} uses `{local}` directly and not through a layer, "
+                "and it has no leading dimension of 1 to stand for the batch"
+            )
     return sites, problems
 
 
-def _is_broadcast(tensor: Tensor) -> bool:
-    """Whether a bare tensor has a first dimension of 1 that stands for the batch."""
-    return tensor.ndim >= 2 and tensor.shape[0] == 1
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own and no parameters below it."""
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and all(
+        next(child.parameters(), None) is None for child in module.children()
+    )
+
+
+def _leaf_site(model: nn.Module, name: str, module: nn.Module, own: dict[str, str]) -> Site:
+    """The site of a leaf: itself, or the method of its parent that puts the batch in front."""
+    parent_name, _, local_name = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if method := _METHODS.get((type(parent).__name__, local_name)):
+        tensors = {f"{local_name}.{local}": tensor for local, tensor in own.items()}
+        return Site(parent_name, parent, tensors, GenericRule(method), method)
+    return Site(name, module, own, _rule_for(module))
