@@ -25,16 +25,8 @@ MAX_TOKENS = 64
 # Below 1 / num_examples, with about 10,000 examples.
 TARGET_DELTA = 1e-5
 
-SHORT: dict[str, Any] = {
-    "max_steps": 30,
-    "head_only_steps": 10,
-    "expected_batch_size": 1024,
-}
-LONG: dict[str, Any] = {
-    "max_steps": 60,
-    "head_only_steps": 10,
-    "expected_batch_size": 2048,
-}
+SHORT = {"max_steps": 30, "head_only_steps": 20, "expected_batch_size": 1024}
+LONG = {"max_steps": 60, "head_only_steps": 40, "expected_batch_size": 2048}
 SETTINGS: dict[str, Any] = {
     "l2_clip_norm": 1.0,
     "clipping": "flat",
@@ -137,7 +129,9 @@ def result_table(result: dict[str, float], folder: Path) -> Table:
     table = Table(title="Private fine-tuning on film reviews", show_header=False)
     table.add_row("accuracy on held-out movies", f"{result['accuracy']:.1%}")
     table.add_row("always guessing the larger class", f"{result['majority']:.1%}")
-    table.add_row("privacy spent", f"ε = {result['epsilon']:.2f} at δ = {result['delta']:g}")
+    table.add_row(
+        "privacy spent", f"epsilon = {result['epsilon']:.2f} at delta = {result['delta']:g}"
+    )
     table.add_row("noise multiplier", f"{result['noise_multiplier']:.3f}")
     table.add_row("steps", f"{result['steps']:.0f}")
     table.add_row("seconds", f"{result['seconds']:.0f}")
