@@ -208,7 +208,9 @@ class DPGrapeMixin(_TrainerBase):
             return self._per_sample_loss_of(chosen)
 
         self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
-        return observe_layouts(self.model, sites, forward)
+        layouts = observe_layouts(self.model, sites, forward)
+        _refuse(self.model, {key: lay.problem for key, lay in layouts.items() if lay.problem})
+        return layouts
 
     def _per_sample_loss_of(self, inputs: Any) -> Tensor:
         """One loss per sample of a physical batch, under the Trainer's precision."""
@@ -391,13 +393,18 @@ def _sites(model: nn.Module) -> list[Site]:
         ValueError: naming everything that cannot be trained exactly, and what to do.
     """
     sites, problems = sites_or_problems(model)
+    _refuse(model, problems)
+    return sites
+
+
+def _refuse(model: nn.Module, problems: dict[str, str]) -> None:
+    """Raises if there are any problems, naming all."""
     if problems:
         raise ValueError(
             f"`{type(model).__name__}` cannot be trained privately as it is: "
             + "; ".join(f"`{name}`: {reason}" for name, reason in problems.items())
             + ". Freeze what cannot be trained with `requires_grad_(False)`."
         )
-    return sites
 
 
 def _refuse_dtypes(model: nn.Module) -> None:

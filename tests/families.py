@@ -54,7 +54,7 @@ VISION = {
     "hidden_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "intermediate_size": 40,
+    "intermediate_size": 44,
     "image_size": 12,
     "patch_size": 4,
     "num_channels": 3,

@@ -36,9 +36,7 @@ def make_recorder(
     model: nn.Module, inputs: Mapping[str, Tensor], *, rank: int, form: Form = "auto"
 ) -> tuple[Recorder, dict[str, Projection]]:
     """A recorder of all trainable tensors of a model."""
-    projections = make_projections(
-        model, rank=rank, scale="1/sqrt(r)", seed=7, head=frozenset()
-    )
+    projections = make_projections(model, rank=rank, scale="1/sqrt(r)", seed=7, head=frozenset())
     sites, problems = sites_or_problems(model)
     assert not problems, problems
     loss = PerSampleLoss(model)

@@ -108,9 +108,7 @@ def _agree(views: Sequence[Sequence[_Seen]]) -> Layout | None:
     return Layout(problem=problems[0] if problems else "its calls see the batch in different ways")
 
 
-def observe_layouts(
-    model: nn.Module, sites: Sequence[Site], forward: Forward
-) -> dict[str, Layout]:
+def observe_layouts(model: nn.Module, sites: Sequence[Site], forward: Forward) -> dict[str, Layout]:
     """Layouts of all sites, by `Site.key`; a site that is never called has none.
 
     Args:

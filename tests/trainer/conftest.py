@@ -1,0 +1,3 @@
+from conftest_trainer import make_trainer
+
+__all__ = ["make_trainer"]
