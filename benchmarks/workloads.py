@@ -1,0 +1,168 @@
+"""Models of published shapes with random weights, and what one training step on them is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForSequenceClassification as AutoClassifier
+
+from hf_dpgrape.capture.capture import Recorder
+from hf_dpgrape.capture.observation import observe_layouts
+from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
+from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
+from hf_dpgrape.losses import PerSampleLoss
+from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.randomness import SecretSource
+from hf_dpgrape.subspace.parameters import Subspace
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published architecture by its configuration."""
+
+    model_type: str
+    auto: Any
+    config: dict[str, Any]
+
+
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+_OPT = {"vocab_size": 50272, "max_position_embeddings": 2048}
+
+SHAPES = {
+    "roberta-base": Shape("roberta", AutoClassifier, _ROBERTA),
+    "roberta-large": Shape(
+        "roberta",
+        AutoClassifier,
+        {
+            **_ROBERTA,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    ),
+    "gpt2": Shape("gpt2", AutoModelForCausalLM, {}),
+    "opt-125m": Shape(
+        "opt",
+        AutoModelForCausalLM,
+        {
+            **_OPT,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "ffn_dim": 3072,
+            "word_embed_proj_dim": 768,
+        },
+    ),
+    "opt-1.3b": Shape(
+        "opt",
+        AutoModelForCausalLM,
+        {
+            **_OPT,
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "ffn_dim": 8192,
+            "word_embed_proj_dim": 2048,
+        },
+    ),
+    "opt-6.7b": Shape(
+        "opt",
+        AutoModelForCausalLM,
+        {
+            **_OPT,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "ffn_dim": 16384,
+            "word_embed_proj_dim": 4096,
+        },
+    ),
+    "vit-base": Shape("vit", AutoModelForImageClassification, {}),
+}
+
+
+def make_model(shape: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of this shape, in training mode."""
+    spec = SHAPES[shape]
+    config = AutoConfig.for_model(spec.model_type, **spec.config)
+    torch.manual_seed(0)
+    model: nn.Module = spec.auto.from_config(config, dtype=dtype)
+    return model.train()
+
+
+def make_inputs(model: Any, batch_size: int, length: int) -> dict[str, Tensor]:
+    """A random batch with labels; for language models the labels are the inputs."""
+    if hasattr(model.config, "image_size"):
+        size = model.config.image_size
+        pixels = torch.randn(batch_size, 3, size, size, dtype=model.dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(2, (batch_size,))}
+    ids = torch.randint(3, model.config.vocab_size, (batch_size, length))
+    classifies = "SequenceClassification" in type(model).__name__
+    labels = torch.randint(2, (batch_size,)) if classifies else ids
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def select(inputs: dict[str, Tensor], samples: list[int]) -> dict[str, Tensor]:
+    """The inputs of some samples."""
+    return {key: value[samples] for key, value in inputs.items()}
+
+
+def private_training_step(
+    model: nn.Module, inputs: dict[str, Tensor], *, rank: int, lr: float = 1e-5
+) -> Callable[[], None]:
+    """One whole private step on this batch as a single physical one, AdamW in the subspace."""
+    size = len(inputs["labels"])
+    sites, problems = sites_or_problems(model)
+    assert not problems, problems
+    projections = make_projections(
+        model, rank=rank, scale="1/sqrt(r)", seed=0, head=frozenset()
+    )
+    subspace = Subspace(dict(model.named_parameters()), projections)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    subspace.adopt(optimizer)
+    loss = PerSampleLoss(model)
+    three = make_inputs(model, 3, 8)
+    layouts = observe_layouts(model, sites, lambda i: loss(model, select(three, i)))
+    step = PrivateStep(
+        plan=PrivacyPlan(
+            num_examples=1000,
+            expected_batch_size=size,
+            num_steps=10**6,
+            noise_multiplier=1.0,
+            l2_clip_norm=1.0,
+            target_delta=1e-5,
+        ),
+        recorder=Recorder(model, sites, projections, layouts),
+        subspace=subspace,
+        head=frozenset(),
+        source=SecretSource(),
+    )
+    done = 0
+
+    def run() -> None:
+        nonlocal done
+        step([PhysicalBatch(size, inputs)], lambda x: loss(model, x), step=done)
+        optimizer.step()
+        done += 1
+
+    return run
+
+
+def ordinary_training_step(
+    model: nn.Module, inputs: dict[str, Tensor], *, lr: float = 1e-5
+) -> Callable[[], None]:
+    """One whole step of ordinary full fine-tuning with AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+
+    return run
