@@ -16,7 +16,7 @@ from hf_dpgrape.capture.observation import observe_layouts
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
 from hf_dpgrape.losses import PerSampleLoss
-from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
 
@@ -120,9 +120,7 @@ def private_training_step(
     size = len(inputs["labels"])
     sites, problems = sites_or_problems(model)
     assert not problems, problems
-    projections = make_projections(
-        model, rank=rank, scale="1/sqrt(r)", seed=0, head=frozenset()
-    )
+    projections = make_projections(model, rank=rank, scale="1/sqrt(r)", seed=0, head=frozenset())
     subspace = Subspace(dict(model.named_parameters()), projections)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     subspace.adopt(optimizer)
@@ -140,7 +138,7 @@ def private_training_step(
         ),
         recorder=Recorder(model, sites, projections, layouts),
         subspace=subspace,
-        head=frozenset(),
+        clip_groups=dict.fromkeys(projections, BODY),
         source=SecretSource(),
     )
     done = 0

@@ -1,7 +1,34 @@
-"""Differentially private full-parameter fine-tuning for Hugging Face's Trainer."""
+"""Differentially private full-parameter fine-tuning for Hugging Face's Trainer.
 
-from hf_dpgrape.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.trainer import DPGrapeMixin, DPGrapeTrainer
+Names are imported when they are first used, so that the accounting and the command line start
+without torch and transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_dpgrape.arguments import DPGrapeTrainingArguments
+    from hf_dpgrape.privacy.plan import PrivacyPlan
+    from hf_dpgrape.trainer import DPGrapeMixin, DPGrapeTrainer
 
 __all__ = ["DPGrapeMixin", "DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyPlan"]
+
+_MODULES = {
+    "DPGrapeMixin": "hf_dpgrape.trainer",
+    "DPGrapeTrainer": "hf_dpgrape.trainer",
+    "DPGrapeTrainingArguments": "hf_dpgrape.arguments",
+    "PrivacyPlan": "hf_dpgrape.privacy.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name from the module that defines it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted({*globals(), *__all__})

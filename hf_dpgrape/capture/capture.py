@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hf_dpgrape.capture.gradients import Dense, Form, PerSampleGradients
+from hf_dpgrape.capture.gradients import Dense, Form, PerSampleGradients, WhenComplete
 from hf_dpgrape.capture.layout import Layout, Layouts
 from hf_dpgrape.capture.rules import TENSOR, Call, Projector
 from hf_dpgrape.capture.sites import Site
@@ -50,6 +50,8 @@ class _Tap(torch.autograd.Function):
             own = grad.reshape(call.batch_size, call.broadcast, *grad.shape[1:]).sum(1)
         for local, part in site.rule.gradients(call, saved, own):
             gradients.add(site.tensors[local], part)
+        for local in call.slots:
+            gradients.use_is_done(site.tensors[local])
         return grad, None, None, *(None for _ in saved)
 
 
@@ -79,11 +81,19 @@ class Recorder:
         self._projectors = projectors
         self._layouts = layouts
         self._form = form
+        self._num_uses: dict[str, int] = {}
+        for site in sites:
+            for name in site.tensors.values():
+                calls = layouts[site.key].calls if site.key in layouts else 0
+                self._num_uses[name] = self._num_uses.get(name, 0) + calls
         self._recording = False
 
     @contextmanager
     def record(
-        self, batch_size: int, names: frozenset[str] | None = None
+        self,
+        batch_size: int,
+        names: frozenset[str] | None = None,
+        when_complete: WhenComplete | None = None,
     ) -> Iterator[PerSampleGradients]:
         """Records one forward and backward of `batch_size` samples.
 
@@ -93,10 +103,17 @@ class Recorder:
         Args:
             batch_size: number of samples in the batch.
             names: tensors to record; None for all.
+            when_complete: see `PerSampleGradients`. Bare tensors are complete only after the
+                block.
         """
         if self._recording:
             raise RuntimeError("A recording is on already; recordings do not nest.")
-        gradients = PerSampleGradients(batch_size, form=self._form)
+        gradients = PerSampleGradients(
+            batch_size,
+            form=self._form,
+            num_uses=self._num_uses,
+            when_complete=when_complete,
+        )
         anchors: dict[torch.device, Tensor] = {}
         leaves: list[tuple[str, Tensor]] = []
         self._recording = True
@@ -132,11 +149,14 @@ class Recorder:
         """What is done to the outputs of one site."""
 
         def tap(args: Any, kwargs: Any, output: Any) -> Any:
-            if not torch.is_grad_enabled() or _in_functorch():
+            if _in_functorch():
                 return output
             leaves, spec = pytree.tree_flatten((args, kwargs))
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             layout = checked(site, self._layouts, inputs, output, gradients.batch_size)
+            output = with_batch(output, layout, gradients.batch_size)
+            if not torch.is_grad_enabled():  # a checkpointed forward; it runs again in backward
+                return output
             assert site.rule is not None
             device = output.device.type
             autocast = torch.is_autocast_enabled(device)
@@ -152,7 +172,6 @@ class Recorder:
             )
             with torch.no_grad():
                 saved = site.rule.save(call, [tensor.detach() for tensor in inputs])
-            output = with_batch(output, layout, gradients.batch_size)
             if output.device not in anchors:
                 anchors[output.device] = torch.zeros((), device=output.device, requires_grad=True)
             anchor = anchors[output.device]

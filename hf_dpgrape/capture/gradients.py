@@ -14,7 +14,7 @@ Shapes: B samples, T positions inside a sample, a tensor seen as a matrix of m r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,6 +132,9 @@ def _factor_inner(a: Outer | Scatter, b: Outer | Scatter) -> Tensor:
     return (left * torch.bmm(_wide(a.columns), _wide(b.columns).mT)).sum((1, 2))
 
 
+WhenComplete = Callable[["PerSampleGradients", str], None]
+
+
 class PerSampleGradients:
     """All contributions to all tensors' per-sample gradients of one physical batch.
 
@@ -141,15 +144,44 @@ class PerSampleGradients:
     Args:
         batch_size: number of samples B.
         form: "auto" keeps the smaller of product and factors; the others force one (for tests).
+        num_uses: how many times each tensor is used in a forward pass, as observed.
+        when_complete: called with these gradients and the name of a tensor, once all its uses
+            have contributed; the earliest moment at which its norm is known.
     """
 
-    def __init__(self, batch_size: int, *, form: Form = "auto") -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        form: Form = "auto",
+        num_uses: Mapping[str, int] | None = None,
+        when_complete: WhenComplete | None = None,
+    ) -> None:
         self.batch_size = batch_size
         self._form = form
         self._parts: dict[str, list[Gradient]] = {}
+        self._uses_left = dict(num_uses or {})
+        self._when_complete = when_complete
+        self._taken: set[str] = set()
+
+    def use_is_done(self, name: str) -> None:
+        """Notes that one use of the tensor has contributed."""
+        self._uses_left[name] = self._uses_left.get(name, 0) - 1
+        if self._uses_left[name] == 0 and self._when_complete is not None:
+            self._when_complete(self, name)
+
+    def discard(self, name: str) -> None:
+        """Frees the gradients of a tensor that have been summed; more must not come."""
+        self._parts.pop(name, None)
+        self._taken.add(name)
 
     def add(self, name: str, part: Gradient) -> None:
         """Adds a contribution to the gradients of the tensor `name`."""
+        if name in self._taken:
+            raise RuntimeError(
+                f"`{name}` is used more often in training than when the model was inspected, so "
+                "its gradient was clipped before it was complete; freeze it."
+            )
         parts = self._parts.setdefault(name, [])
         held_dense = bool(parts) and isinstance(parts[0], Dense)
         wants_dense = self._form == "dense" or (self._form == "auto" and part.dense_is_smaller())

@@ -129,7 +129,9 @@ def observe_layouts(model: nn.Module, sites: Sequence[Site], forward: Forward) -
         for key in watched:
             if (layout := _agree([run[key] for run in runs])) is not None:
                 layouts[key] = replace(
-                    layout, broadcast=_first_rows(runs[0], runs[2], f"parent of {key}")
+                    layout,
+                    broadcast=_first_rows(runs[0], runs[2], f"parent of {key}"),
+                    calls=len(runs[0][key]),
                 )
         _rehearse_expansion(watched, layouts, forward)
         for site in sites:

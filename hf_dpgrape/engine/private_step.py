@@ -16,7 +16,7 @@ from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.gradients import PerSampleGradients
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
-from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
+from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
 
@@ -28,22 +28,77 @@ class PhysicalBatch(NamedTuple):
     inputs: Any
 
 
+class ClippedSum:
+    """Clips each sample's gradients group by group and adds them up.
+
+    A clip group is dealt with as soon as all its tensors are complete, in the middle of backward,
+    and its per-sample gradients are freed: with a group per layer, memory for them does not add up
+    over layers. Each group is added once per physical batch.
+
+    Args:
+        plan: the privacy plan.
+        groups: clip group -> names of its tensors.
+        clip_shares: clip group -> share of the clip norm.
+        sums: tensor name -> what is added to, in place.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        groups: Mapping[str, list[str]],
+        clip_shares: Mapping[str, float],
+        sums: Mapping[str, Tensor],
+    ) -> None:
+        self._plan = plan
+        self._groups = groups
+        self._clip_shares = clip_shares
+        self._sums = sums
+        self._group_of = {name: group for group, names in groups.items() for name in names}
+        self._waiting = {group: set(names) for group, names in groups.items()}
+
+    def __call__(self, gradients: PerSampleGradients, name: str) -> None:
+        """Notes that a tensor is complete."""
+        group = self._group_of[name]
+        self._waiting[group].discard(name)
+        if not self._waiting[group]:
+            self._add_group_(gradients, group)
+
+    def finish(self, gradients: PerSampleGradients) -> None:
+        """Adds the groups of which some tensor was not used, or used less than expected."""
+        for group in list(self._waiting):
+            self._add_group_(gradients, group)
+
+    @torch.no_grad()
+    def _add_group_(self, gradients: PerSampleGradients, group: str) -> None:
+        names = self._groups[group]
+        factors = clip_factors(
+            gradients.squared_norms(names, like=self._sums[names[0]]),
+            bound=self._plan.l2_clip_norm * self._clip_shares[group],
+            clipping=self._plan.clipping,
+        )
+        for name in names:
+            gradients.add_weighted_sum_(name, self._sums[name], factors)
+            gradients.discard(name)
+        del self._waiting[group]
+
+
 class PrivateStep:
     """Turns a logical batch into the private gradient of the trainable tensors.
 
     Guarantees:
         A call is one Gaussian mechanism of noise multiplier `plan.noise_multiplier`: one example
         more or less moves the sum before noise by at most `plan.l2_clip_norm`, whatever its
-        contents (an example with a non-finite gradient or loss contributes nothing), and noise of
-        standard deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
+        contents (where its gradient is not finite it contributes nothing), and noise of standard
+        deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
         is public. How the batch is split into physical ones changes nothing but rounding.
 
     Args:
         plan: the privacy plan.
         recorder: takes the per-sample projected gradients.
         subspace: the trainable tensors and their stand-ins.
-        head: canonical names of the tensors that form the clip group HEAD where the plan has one;
-            all others, and these where it has none, form the clip group BODY.
+        clip_groups: clip group of each tensor, by canonical name; one of the plan's.
+        head: canonical names of the tensors that are trained alone in the plan's first
+            `head_only_steps` steps.
         source: secret randomness for the noise.
     """
 
@@ -53,12 +108,14 @@ class PrivateStep:
         plan: PrivacyPlan,
         recorder: Recorder,
         subspace: Subspace,
-        head: frozenset[str],
+        clip_groups: Mapping[str, str],
+        head: frozenset[str] = frozenset(),
         source: SecretSource,
     ) -> None:
         self.plan = plan
         self._recorder = recorder
         self._subspace = subspace
+        self._clip_groups = clip_groups
         self._head = head
         self._source = source
 
@@ -96,13 +153,14 @@ class PrivateStep:
         loss_sum = torch.zeros(())
 
         for physical_batch in logical_batch:
-            with self._recorder.record(physical_batch.num_samples, names) as gradients:
+            clipped = ClippedSum(plan, groups, plan.shares_at(step), sums)
+            record = self._recorder.record(physical_batch.num_samples, names, clipped)
+            with record as gradients:
                 losses = per_sample_losses(physical_batch.inputs)
                 _check_losses(losses, physical_batch.num_samples)
                 if losses.requires_grad:
                     losses.sum().backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                self._add_clipped_(sums, gradients, groups, plan.shares_at(step))
+            clipped.finish(gradients)
             loss_sum = loss_sum + losses.detach().float().sum().cpu()
 
         self._add_noise_once_(sums)
@@ -115,29 +173,11 @@ class PrivateStep:
         """The tensors of each clip group that is trained at a step."""
         groups: dict[str, list[str]] = {group: [] for group in self.plan.shares_at(step)}
         for name in self._subspace:
-            group = HEAD if HEAD in groups and name in self._head else BODY
-            if group in groups:
-                groups[group].append(name)
-        return groups
-
-    def _add_clipped_(
-        self,
-        sums: dict[str, Tensor],
-        gradients: PerSampleGradients,
-        groups: Mapping[str, list[str]],
-        clip_shares: Mapping[str, float],
-    ) -> None:
-        """Adds each sample's clipped gradient to the sums."""
-        like = next(iter(sums.values()))
-        factors = clip_factors(
-            {group: gradients.squared_norms(names, like) for group, names in groups.items()},
-            l2_clip_norm=self.plan.l2_clip_norm,
-            clip_shares=clip_shares,
-            clipping=self.plan.clipping,
-        )
-        for group, names in groups.items():
-            for name in names:
-                gradients.add_weighted_sum_(name, sums[name], factors[group])
+            if step >= self.plan.head_only_steps:
+                groups[self._clip_groups[name]].append(name)
+            elif name in self._head:
+                groups[HEAD].append(name)
+        return {group: names for group, names in groups.items() if names}
 
     def _add_noise_once_(self, sums: Mapping[str, Tensor]) -> None:
         """Adds the noise of this step and the sums of the other processes.

@@ -12,10 +12,11 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import dp_accounting
+import scipy.optimize
 from dp_accounting import pld, rdp
 
 Accountant = Literal["pld", "rdp"]
@@ -23,14 +24,59 @@ Accountant = Literal["pld", "rdp"]
 #: Relative width at which the search for the noise multiplier stops.
 _CALIBRATION_TOLERANCE = 1e-4
 
+#: Noise multipliers below the first count as none; the search ends at the second.
+_LEAST_NOISE, _MOST_NOISE = 0.01, 2.0**20
 
-def _fresh(accountant: Accountant) -> dp_accounting.PrivacyAccountant:
+#: Grid points per standard deviation of one step's privacy loss, and on the whole grid.
+_POINTS_PER_STDDEV, _MAX_POINTS = 64, 2**18
+
+
+def _grid_interval(noise_multiplier: float, sampling_prob: float, num_steps: int) -> float:
+    """Width of the grid on which privacy losses are discretized.
+
+    Any width gives an upper bound (Doroshenko et al. 2022, arXiv 2207.04380), but a fixed one
+    cannot serve: 1e-4 exceeds a whole step's loss under much noise, so that the bound grows past
+    the Renyi one, and takes gigabytes under little noise. Here it follows the standard deviation of
+    a step's loss, as far as the number of points allows. It falls with the noise, grows with the
+    steps, and is a power of two: a coarser grid is then part of a finer one, so that epsilon stays
+    monotone in both.
+    """
+    sigma, q = noise_multiplier, sampling_prob
+    # Second moments of the loss log(1 + q (exp(L) - 1)): one for small losses, one for large.
+    small = q * math.sqrt(math.expm1(min(sigma**-2, 700.0)))
+    large = math.sqrt(q * (sigma**-2 + sigma**-4 / 4))
+    stddev = min(small, large) if sigma**-2 < 700 else large
+    largest = 0.5 / sigma**2 + 10 / sigma  # loss of an example that was drawn, 10 stddevs out
+    reach = largest + math.log(q) if largest > 700 else math.log1p(q * math.expm1(largest))
+    width = 2 * max(reach, 0.0) + 16 * math.sqrt(num_steps) * stddev
+    return float(2.0 ** math.ceil(math.log2(max(stddev / _POINTS_PER_STDDEV, width / _MAX_POINTS))))
+
+
+def _fresh(accountant: Accountant, grid_interval: float) -> dp_accounting.PrivacyAccountant:
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     if accountant == "pld":
-        return pld.PLDAccountant(relation)
-    if accountant == "rdp":
-        return rdp.RdpAccountant(neighboring_relation=relation)
-    raise ValueError(f"`accountant` must be one of {get_args(Accountant)}, got {accountant!r}.")
+        return pld.PLDAccountant(relation, grid_interval)
+    return rdp.RdpAccountant(neighboring_relation=relation)
+
+
+def require_accountant(name: str) -> None:
+    """Refuses a name that no accountant has."""
+    if name not in get_args(Accountant):
+        raise ValueError(f"`accountant` must be one of {get_args(Accountant)}, got {name!r}.")
+
+
+def _check(sampling_prob: float, num_steps: int, delta: float, accountant: str) -> None:
+    """Refuses numbers that describe no run."""
+    if not 0 < sampling_prob <= 1:
+        raise ValueError(f"`sampling_prob` must be above 0 and at most 1, got {sampling_prob}.")
+    if num_steps < 0:
+        raise ValueError(f"`num_steps` must be zero or more, got {num_steps}.")
+    if not 0 < delta < 1:
+        raise ValueError(
+            f"`target_delta` must be between 0 and 1, got {delta}; choose it below "
+            "1 / num_examples."
+        )
+    require_accountant(accountant)
 
 
 @contextlib.contextmanager
@@ -60,7 +106,8 @@ def epsilon(
     """Epsilon of `num_steps` Poisson-sampled Gaussian releases, add-or-remove-one neighbors.
 
     Guarantees:
-        An upper bound, non-decreasing in `num_steps`; 0 for no steps and infinite without noise.
+        An upper bound, non-decreasing in `num_steps`; 0 for no steps, and infinite for a noise
+        multiplier below 0.01.
 
     Args:
         noise_multiplier: noise standard deviation over sensitivity.
@@ -69,13 +116,14 @@ def epsilon(
         delta: the delta of the (epsilon, delta) statement.
         accountant: "pld" or "rdp".
     """
-    if num_steps < 0:
-        raise ValueError(f"`num_steps` must be zero or more, got {num_steps}.")
-    fresh = _fresh(accountant)
+    _check(sampling_prob, num_steps, delta, accountant)
+    if not noise_multiplier >= 0:
+        raise ValueError(f"`noise_multiplier` must be zero or more, got {noise_multiplier}.")
     if num_steps == 0:
         return 0.0
-    if noise_multiplier == 0:
+    if noise_multiplier < _LEAST_NOISE:
         return math.inf
+    fresh = _fresh(accountant, _grid_interval(noise_multiplier, sampling_prob, num_steps))
     event = dp_accounting.PoissonSampledDpEvent(
         sampling_prob, dp_accounting.GaussianDpEvent(noise_multiplier)
     )
@@ -95,8 +143,6 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Smallest noise multiplier (to a relative 1e-4) whose epsilon stays within the target.
 
-    Renyi accounting, being cheap and looser, supplies the upper end of the search for PLD.
-
     Guarantees:
         `epsilon(result) <= target_epsilon`, by the same accountant that reports it.
 
@@ -105,40 +151,39 @@ def calibrate_noise_multiplier(
     """
     if not target_epsilon > 0 or math.isinf(target_epsilon):
         raise ValueError(f"`target_epsilon` must be positive and finite, got {target_epsilon}.")
+    if num_steps < 1:
+        raise ValueError(f"`num_steps` must be one or more, got {num_steps}.")
 
-    def spent(sigma: float) -> float:
-        return epsilon(
-            noise_multiplier=sigma,
+    def excess(log_sigma: float) -> float:
+        """Logarithm of epsilon over its target."""
+        spent = epsilon(
+            noise_multiplier=math.exp(log_sigma),
             sampling_prob=sampling_prob,
             num_steps=num_steps,
             delta=delta,
             accountant=accountant,
         )
+        return math.log(min(max(spent / target_epsilon, 1e-9), 1e9))
 
-    if accountant == "pld":
-        upper = calibrate_noise_multiplier(
-            target_epsilon=target_epsilon,
-            sampling_prob=sampling_prob,
-            num_steps=num_steps,
-            delta=delta,
-            accountant="rdp",
+    lower, upper = _bracket(excess)
+    if upper >= math.log(_MOST_NOISE):
+        raise ValueError(
+            f"No noise multiplier reaches `target_epsilon`={target_epsilon} at "
+            f"`target_delta`={delta}: take fewer steps, smaller batches or a larger epsilon."
         )
-    else:
-        upper = 1.0
-    while spent(upper) > target_epsilon:
-        upper *= 1.5
-        if upper > 2**20:
-            raise ValueError(
-                f"No noise multiplier reaches `target_epsilon`={target_epsilon} at "
-                f"`target_delta`={delta}: take fewer steps, smaller batches or a larger epsilon."
-            )
-    lower = upper / 1.5
-    while spent(lower) <= target_epsilon:
-        upper, lower = lower, lower / 1.5
-    while upper / lower > 1 + _CALIBRATION_TOLERANCE:
-        middle = math.sqrt(lower * upper)
-        if spent(middle) <= target_epsilon:
-            upper = middle
-        else:
-            lower = middle
-    return upper
+    found: float = scipy.optimize.brentq(excess, lower, upper, xtol=_CALIBRATION_TOLERANCE / 4)
+    # The search ends on either side of the target; ours is the one that keeps it.
+    while excess(found) > 0:
+        found += _CALIBRATION_TOLERANCE / 4
+    return math.exp(found)
+
+
+def _bracket(excess: Callable[[float], float]) -> tuple[float, float]:
+    """Logarithms of two noise multipliers, the first of which spends too much; from 1 outwards."""
+    lower = upper = 0.0
+    step = math.log(1.5)
+    while excess(upper) > 0 and upper < math.log(_MOST_NOISE):
+        lower, upper = upper, upper + step
+    while excess(lower) <= 0:
+        lower, upper = lower - step, lower
+    return lower, upper

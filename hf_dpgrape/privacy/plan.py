@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hf_dpgrape.privacy import accounting
@@ -15,6 +15,49 @@ Clipping = Literal["flat", "automatic"]
 BODY = "body"
 #: The clip group of newly initialized tensors, when they are given a share of their own.
 HEAD = "head"
+
+
+def require_one_budget(target_epsilon: float | None, noise_multiplier: float | None) -> None:
+    """Refuses both or neither of epsilon and sigma."""
+    if (target_epsilon is None) == (noise_multiplier is None):
+        came = "both" if target_epsilon is not None else "neither"
+        raise ValueError(
+            "Expected exactly one of `target_epsilon` (the noise is calibrated to it) and "
+            f"`noise_multiplier`, got {came}."
+        )
+
+
+def steps_per_epoch(num_examples: int, expected_batch_size: int) -> int:
+    """Optimizer steps after which every example was drawn about once.
+
+    >>> steps_per_epoch(67349, 256)
+    264
+    """
+    if not 1 <= expected_batch_size <= num_examples:
+        raise ValueError(
+            f"`expected_batch_size` must be between 1 and the {num_examples} training "
+            f"examples, got {expected_batch_size}."
+        )
+    return math.ceil(num_examples / expected_batch_size)
+
+
+def planned_steps(
+    num_examples: int, expected_batch_size: int, *, num_train_epochs: float, max_steps: int = -1
+) -> int:
+    """Optimizer steps of a whole run; a positive `max_steps` wins over `num_train_epochs`.
+
+    >>> planned_steps(67349, 256, num_train_epochs=3)
+    792
+    """
+    per_epoch = steps_per_epoch(num_examples, expected_batch_size)
+    if max_steps > 0:
+        return max_steps
+    if not num_train_epochs > 0 or math.isinf(num_train_epochs):
+        raise ValueError(
+            f"`num_train_epochs` must be positive and finite, got {num_train_epochs}; or set "
+            "`max_steps`."
+        )
+    return math.ceil(num_train_epochs * per_epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +110,7 @@ class PrivacyPlan:
                 "A plan needs at least one example and one step, got "
                 f"`num_examples`={self.num_examples}, `num_steps`={self.num_steps}."
             )
-        if not 1 <= self.expected_batch_size <= self.num_examples:
-            raise ValueError(
-                f"`expected_batch_size` must be between 1 and the {self.num_examples} training "
-                f"examples, got {self.expected_batch_size}; lower it."
-            )
+        steps_per_epoch(self.num_examples, self.expected_batch_size)  # refuses a wrong batch size
         if not self.l2_clip_norm > 0 or math.isinf(self.l2_clip_norm):
             raise ValueError(
                 f"`l2_clip_norm` must be positive and finite, got {self.l2_clip_norm}."
@@ -87,8 +126,10 @@ class PrivacyPlan:
             )
         if self.clipping not in ("flat", "automatic"):
             raise ValueError(f"`clipping` must be 'flat' or 'automatic', got {self.clipping!r}.")
+        accounting.require_accountant(self.accountant)
         total = sum(share**2 for share in self.clip_shares.values())
-        if any(share <= 0 for share in self.clip_shares.values()) or abs(total - 1) > 1e-9:
+        positive = all(share > 0 for share in self.clip_shares.values())
+        if not (positive and abs(total - 1) <= 1e-9):  # written so that NaN is refused
             raise ValueError(
                 "`clip_shares` must be positive with squares that sum to 1, got "
                 f"{dict(self.clip_shares)} with sum {total:.6g}."
@@ -103,6 +144,36 @@ class PrivacyPlan:
                 "`neighboring_relation` must be 'add_or_remove_one', got "
                 f"{self.neighboring_relation!r}: replacing a record has twice the sensitivity."
             )
+
+    @classmethod
+    def calibrated(
+        cls,
+        *,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        **numbers: Any,
+    ) -> PrivacyPlan:
+        """A plan from exactly one of epsilon, to which the noise is calibrated, and sigma.
+
+        Args:
+            target_epsilon: epsilon that the whole run may spend.
+            noise_multiplier: noise standard deviation over sensitivity.
+            numbers: the other fields.
+        """
+        require_one_budget(target_epsilon, noise_multiplier)
+        if noise_multiplier is not None:
+            return cls(noise_multiplier=noise_multiplier, **numbers)
+        assert target_epsilon is not None
+        # Any noise will do to have the other numbers checked before the search.
+        plan = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **numbers)
+        sigma = accounting.calibrate_noise_multiplier(
+            target_epsilon=target_epsilon,
+            sampling_prob=plan.sampling_prob,
+            num_steps=plan.num_steps,
+            delta=plan.target_delta,
+            accountant=plan.accountant,
+        )
+        return replace(plan, noise_multiplier=sigma)
 
     @property
     def sampling_prob(self) -> float:

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpgrape.subspace.projection import Projection
+from hf_dpgrape.subspace.rounding import round_to_bfloat16
 
 Moments = Literal["keep", "reset", "carry"]
+
+#: Elements of a 16-bit weight that are held in float32 at a time.
+_CHUNK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,8 @@ class Subspace:
                     tensor = by_stand_in[id(stand_in)]
                     if tensor.is_own_stand_in or stand_in.grad is None:
                         continue
-                    if decay := group.get("lifted_decay", 0.0):
-                        tensor.weight.mul_(1 - group["lr"] * decay)
-                    tensor.projection.lift_onto_(tensor.weight, stand_in)
+                    keep = 1 - group["lr"] * group.get("lifted_decay", 0.0)
+                    _update_(tensor.weight, stand_in, tensor.projection, keep)
                     stand_in.zero_()
 
         return lift
@@ -157,6 +160,25 @@ def _stand_in(weight: nn.Parameter, projection: Projection) -> nn.Parameter:
         return weight
     dtype = weight.dtype if wide else torch.float32
     return nn.Parameter(torch.zeros(projection.shape, dtype=dtype, device=weight.device))
+
+
+def _update_(weight: Tensor, update: Tensor, projection: Projection, keep: float) -> None:
+    """Makes the weight `keep * weight + lift(update)`, in place.
+
+    A 16-bit weight is updated in float32 and rounded stochastically, a few rows at a time.
+    """
+    matrix = weight.view(weight.shape[0], -1) if weight.ndim else weight.view(1, 1)
+    if weight.dtype == update.dtype:
+        if keep != 1:
+            matrix.mul_(keep)
+        projection.lift_onto_(matrix, update)
+        return
+    size = max(1, _CHUNK_ELEMENTS // matrix.shape[1])
+    for start in range(0, matrix.shape[0], size):
+        rows = slice(start, start + size)
+        wide = matrix[rows].to(update.dtype).mul_(keep)
+        projection.lift_onto_(wide, update, rows)
+        matrix[rows] = round_to_bfloat16(wide)
 
 
 @torch.no_grad()

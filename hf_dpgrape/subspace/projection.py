@@ -119,14 +119,17 @@ class Projection:
         as_matrix = gradient.flatten(gradient.ndim - len(self.full_shape) + 1)
         return as_matrix @ matrix if self.side == "right" else matrix.T @ as_matrix
 
-    def lift_onto_(self, weight: Tensor, update: Tensor) -> None:
-        """Adds the lifted `update` (projected shape) to `weight`, in place."""
+    def lift_onto_(self, weight: Tensor, update: Tensor, rows: slice = slice(None)) -> None:
+        """Adds some rows of the lifted update to the same rows of a weight, in place.
+
+        Args:
+            weight: those rows of the weight, as a matrix, in the update's dtype.
+            update: the whole update, of the projected shape.
+            rows: which rows they are.
+        """
         if self.side is None:
-            weight.add_(update)
-            return
-        matrix = self.matrix.to(weight.dtype)
-        flat = weight.view(weight.shape[0], -1)
-        if self.side == "right":
-            flat.addmm_(update.to(weight.dtype), matrix.T)
+            weight.add_(update.view(self.full_shape[0], -1)[rows])
+        elif self.side == "right":
+            weight.addmm_(update[rows], self.matrix.to(update.dtype).T)
         else:
-            flat.addmm_(matrix, update.to(weight.dtype))
+            weight.addmm_(self.matrix[rows].to(update.dtype), update)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import CASES, CAUSAL, CLASSIFY, FAMILIES, HEADS, IMAGE, make_inputs, make_model
+from families import (
+    CASES,
+    CAUSAL,
+    CLASSIFY,
+    FAMILIES,
+    HEADS,
+    IMAGE,
+    SEQ2SEQ,
+    make_inputs,
+    make_model,
+)
 from oracle import (
     alone,
     batch_size,
@@ -30,6 +40,7 @@ SPINE = [
     ("gpt2", CLASSIFY),
     ("opt", CAUSAL),
     ("llama", CAUSAL),
+    ("t5", SEQ2SEQ),
     ("vit", IMAGE),
 ]
 

@@ -10,11 +10,12 @@ import torch
 from families import CAUSAL, CLASSIFY, IMAGE, SEQ2SEQ, make_inputs, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import alone, batch_size, make_recorder, select
+from oracle import alone, batch_size, enable_checkpointing, make_recorder, select
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dpgrape.capture.gradients import Dense, PerSampleGradients
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.losses import PerSampleLoss
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
@@ -40,7 +41,14 @@ class Bench:
     """A model with its inputs and a private step that tests can call with any samples."""
 
     def __init__(
-        self, family: str, head: str, *, rank: int = 5, form: str = "auto", **plan: Any
+        self,
+        family: str,
+        head: str,
+        *,
+        rank: int = 5,
+        form: str = "auto",
+        groups: Any = None,
+        **plan: Any,
     ) -> None:
         self.model = make_model(family, head)
         self.inputs = make_inputs(family, head)
@@ -54,6 +62,12 @@ class Bench:
             plan=make_plan(**plan),
             recorder=recorder,
             subspace=self.subspace,
+            clip_groups={
+                n: HEAD if HEAD in plan.get("clip_shares", ()) and n in self.head else BODY
+                for n in weights
+            }
+            if groups is None
+            else {n: groups(n) for n in weights},
             head=self.head,
             source=SecretSource(unsafe_seed=5),
         )
@@ -126,6 +140,38 @@ def test_sum_is_that_of_the_naive_loop(family: str, head: str, form: str, rank: 
         for name, g in projected.items():
             want[name] += g * min(1.0, bench.step.plan.l2_clip_norm * (1 - 1e-6) / norm)
     assert distance(got, want) < 1e-10
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("family", "head"), [("gpt2", CAUSAL), ("t5", SEQ2SEQ)])
+def test_a_group_per_tensor_is_clipped_during_backward(
+    family: str, head: str, reentrant: bool | None
+) -> None:
+    names = [n for n, _ in make_model(family, head).named_parameters()]
+    share = len(names) ** -0.5
+    bench = Bench(family, head, groups=str, clip_shares=dict.fromkeys(names, share))
+    if reentrant is not None:  # in training mode, without dropout's randomness
+        for module in bench.model.train().modules():
+            for name in {"p", "dropout"} & vars(module).keys():
+                setattr(module, name, 0.0)
+        enable_checkpointing(bench.model, {"use_reentrant": reentrant})
+    bound = bench.step.plan.l2_clip_norm * share * (1 - 1e-6)
+    got = bench.gradient([0, 1, 2, 3])
+    want = {name: torch.zeros_like(g) for name, g in got.items()}
+    for full in alone(bench.model, bench.inputs):
+        for name, g in full.items():
+            projected = bench.projections[name].on_gradient(g)
+            norm = float(projected.norm())
+            want[name] += projected * (min(1.0, bound / norm) if norm else 0.0)
+    assert distance(got, want) < 1e-10
+
+
+def test_more_uses_than_observed_are_an_error() -> None:
+    gradients = PerSampleGradients(2, num_uses={"w": 1}, when_complete=lambda g, n: g.discard(n))
+    gradients.add("w", Dense(torch.ones(2, 3)))
+    gradients.use_is_done("w")
+    with pytest.raises(RuntimeError, match="used more often in training"):
+        gradients.add("w", Dense(torch.ones(2, 3)))
 
 
 def test_clip_norm_matters() -> None:
@@ -213,7 +259,7 @@ def test_unused_head_gets_noise_and_nothing_else() -> None:
         plan=make_plan(),
         recorder=Recorder(bench.model, sites, projections, layouts),
         subspace=subspace,
-        head=frozenset(),
+        clip_groups=dict.fromkeys(projections, BODY),
         source=SecretSource(unsafe_seed=1),
     )
     step([PhysicalBatch(4, bench.inputs)], loss, step=0)

@@ -72,7 +72,7 @@ def test_optimizers_step_in_the_subspace(
     assert all(amount > 0 for amount in moved.values()), moved
     held = [value for state in trainer.optimizer.state.values() for value in state.values()]
     shapes = {tuple(value.shape) for value in held if isinstance(value, Tensor)}
-    full = {tuple(p.shape) for p in trainer.model.parameters() if min(p.shape) > 5}
+    full = {tuple(p.shape) for p in trainer.model.parameters() if p.ndim == 2 and min(p.shape) > 5}
     assert not shapes & full
 
 
@@ -446,7 +446,7 @@ def test_refuses_batch_norm(make_trainer: MakeTrainer) -> None:
 
 
 def test_refuses_float16_weights(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match="load the model with `dtype=torch.float32`"):
+    with pytest.raises(ValueError, match=r"load the model with `dtype=torch\.float32`"):
         make_trainer(model=make_model("roberta", CLASSIFY).half())
 
 

@@ -1,0 +1,137 @@
+"""Stand-ins, their lift onto the weights, refreshes and 16-bit weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.subspace.projection import Projection
+from hf_dpgrape.subspace.rounding import round_to_bfloat16
+
+
+def make(
+    dtype: torch.dtype = torch.float32, rank: int = 2, shape: tuple[int, ...] = (9, 7), **more: Any
+) -> tuple[nn.Parameter, Subspace]:
+    g = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape, generator=g).to(dtype))
+    return weight, Subspace({"w": weight}, {"w": Projection("w", weight.shape, rank=rank)}, **more)
+
+
+@pytest.mark.parametrize("shape", [(9, 7), (7, 9), (3, 2, 5)])
+def test_step_lifts_the_stand_in(shape: tuple[int, ...]) -> None:
+    weight, subspace = make(shape=shape)
+    optimizer = torch.optim.SGD([weight], lr=0.5, weight_decay=0.1)
+    subspace.adopt(optimizer)
+    tensor, before = subspace.tensors["w"], weight.detach().clone()
+    gradient = torch.randn(tensor.projection.shape)
+    subspace.set_gradients({"w": gradient})
+    optimizer.step()
+    want = before.view(shape[0], -1) * (1 - 0.5 * 0.1)
+    tensor.projection.lift_onto_(want, -0.5 * gradient)
+    assert torch.allclose(weight.view(shape[0], -1), want, atol=1e-6)
+    assert tensor.stand_in.eq(0).all() and weight.grad is None
+
+
+def test_without_gradient_nothing_moves() -> None:
+    weight, subspace = make()
+    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.1)
+    subspace.adopt(optimizer)
+    before = weight.detach().clone()
+    subspace.set_gradients({})
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
+def test_optimizer_with_state_is_refused() -> None:
+    weight, subspace = make()
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(ValueError, match="pass a new one"):
+        subspace.adopt(optimizer)
+
+
+@pytest.mark.parametrize("moments", ["keep", "reset", "carry"])
+def test_moments_at_a_refresh(moments: Any) -> None:
+    weight, subspace = make(update_proj_gap=3, moments=moments)
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    subspace.adopt(optimizer)
+    tensor = subspace.tensors["w"]
+
+    def first_moment() -> Tensor:
+        return optimizer.state[tensor.stand_in]["exp_avg"].clone()
+
+    for step in range(3):
+        subspace.refresh_(step, optimizer)
+        subspace.set_gradients({"w": torch.randn(tensor.projection.shape)})
+        optimizer.step()
+    old, old_matrix = first_moment(), tensor.projection.matrix
+    subspace.refresh_(3, optimizer)
+    assert tensor.projection.refresh_index == 1
+    if moments == "reset":
+        assert not optimizer.state[tensor.stand_in]
+    elif moments == "keep":
+        assert torch.equal(first_moment(), old)
+    else:
+        lifted = old @ old_matrix.T
+        assert torch.allclose(first_moment(), tensor.projection.on_gradient(lifted), atol=1e-6)
+
+
+def test_start_at_leaves_moments_alone() -> None:
+    _, subspace = make(update_proj_gap=3, moments="reset")
+    subspace.start_at_(7)
+    assert subspace.tensors["w"].projection.refresh_index == 2
+
+
+def test_wide_sums_and_stand_ins_for_16_bit_weights() -> None:
+    for rank in (0, 2):
+        weight, subspace = make(torch.bfloat16, rank=rank)
+        tensor = subspace.tensors["w"]
+        assert tensor.stand_in is not weight and tensor.stand_in.dtype == torch.float32
+        assert subspace.zero_sums(frozenset({"w"}))["w"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("shape", [(61, 53), (53, 61), (3001,)])
+def test_many_small_updates_of_16_bit_weights_add_up(rank: int, shape: tuple[int, ...]) -> None:
+    weight, subspace = make(torch.bfloat16, rank=rank, shape=shape)
+    with torch.no_grad():
+        weight.fill_(1.0)  # half a unit in the last place is 2^-8 above and 2^-9 below
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    subspace.adopt(optimizer)
+    tensor = subspace.tensors["w"]
+    steps, size = 64, 2.0**-12
+    gradient = torch.full(tensor.projection.shape, -size)
+    lifted = torch.zeros(shape).view(shape[0], -1)
+    tensor.projection.lift_onto_(lifted, -gradient)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for _ in range(steps):
+            subspace.set_gradients({"w": gradient.clone()})
+            optimizer.step()
+    moved = weight.detach().float().view(shape[0], -1) - 1
+    want = steps * lifted
+    # A rounding error has at most the standard deviation 2^-8 per step; the mean over all entries.
+    tolerance = 5 * 2**-8 * math.sqrt(steps / moved.numel())
+    assert abs(float((moved - want).mean())) < tolerance
+    assert tolerance < 0.7 * float(want.abs().mean()) or rank  # the test can tell it from no move
+
+
+def test_rounding_is_unbiased_and_keeps_what_fits() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        value = 1 + 0.3 * 2**-7  # three tenths of the way to the next bfloat16
+        rounded = round_to_bfloat16(torch.full((100_000,), value)).float()
+        assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+        up = (rounded > 1).float().mean()
+        assert abs(float(up) - 0.3) < 5 * math.sqrt(0.21 / 100_000)
+        fits = torch.tensor([0.0, -0.0, 1.5, -3.0, math.inf, -math.inf])
+        assert torch.equal(round_to_bfloat16(fits).float(), fits)
+        assert round_to_bfloat16(torch.tensor([math.nan])).isnan().all()
+        negative = round_to_bfloat16(torch.full((1000,), -value)).float()
+        assert set(negative.tolist()) == {-1.0, -1 - 2**-7}
