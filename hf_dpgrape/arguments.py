@@ -109,7 +109,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "choices": ["keep", "reset", "carry"],
         },
     )
-    optim_target_modules: str | list[str] | None = field(
+    # None first, as transformers has it: HfArgumentParser fails on any other order.
+    optim_target_modules: None | str | list[str] = field(  # noqa: RUF036
         default=None,
         metadata={
             "help": "Which tensors are projected: a regular expression, or a list of parts of "
@@ -243,11 +244,11 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "the number of tokens drawn reveals the sample",
             ),
             "debug": (
-                any("underflow" in str(option) for option in self.debug),
+                any("underflow" in _word(option) for option in self.debug),
                 "its reports print values of private activations",
             ),
             "optim": (
-                any(name in str(self.optim) for name in _UNSUPPORTED_OPTIMIZERS),
+                any(name in _word(self.optim) for name in _UNSUPPORTED_OPTIMIZERS),
                 "this optimizer keeps weights or projections of its own; use an ordinary one such "
                 "as adamw_torch or sgd, the projection is ours",
             ),
@@ -259,9 +260,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
         }
         for name, (is_set, reason) in refusals.items():
             if is_set:
-                raise ValueError(
-                    f"`{name}={getattr(self, name)}` is not possible in private training: {reason}."
-                )
+                came = _word(getattr(self, name))
+                raise ValueError(f"`{name}={came}` is not possible in private training: {reason}.")
 
     def _refuse_what_a_launcher_set(self) -> None:
         """The same refusals where `accelerate launch` decides by environment variables."""
@@ -360,3 +360,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
         if self.update_proj_gap is not None:
             return self.update_proj_gap
         return max(1, min(100, num_steps // 10))
+
+
+def _word(option: object) -> str:
+    """A choice as the user writes it; transformers keeps some as members of an enumeration."""
+    return str(getattr(option, "value", option))

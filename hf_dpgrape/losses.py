@@ -22,6 +22,8 @@ Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
 
 def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy over a sample's own labels: logits (B, T, V), labels (B, T) -> (B,)."""
+    if logits.shape[1] > labels.shape[1]:  # virtual tokens of prompt tuning come first
+        labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
     losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 

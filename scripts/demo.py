@@ -25,18 +25,24 @@ MAX_TOKENS = 64
 # Below 1 / num_examples, with about 10,000 examples.
 TARGET_DELTA = 1e-5
 
-SHORT = {"max_steps": 30, "head_only_steps": 20, "expected_batch_size": 1024}
-LONG = {"max_steps": 60, "head_only_steps": 40, "expected_batch_size": 2048}
+# Four layers of six: the top two, trained to match topics, tell good from bad less clearly.
+DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODEL: dict[str, Any] = {"num_layers": 4, **DROPOUT}
+# One rate schedule spans the run: the body starts late, at a fifth of `learning_rate`.
+SHORT = {"max_steps": 80, "head_only_steps": 65}
+LONG = {"max_steps": 240, "head_only_steps": 200}
 SETTINGS: dict[str, Any] = {
+    "expected_batch_size": 512,
     "l2_clip_norm": 1.0,
     "clipping": "flat",
     "rank": 16,
     "head_clip_share": 0.7,
-    "learning_rate": 1e-4,
-    "head_learning_rate": 3e-2,
+    "learning_rate": 1e-3,
+    "head_learning_rate": 1e-2,
     "lr_scheduler_type": "linear",
-    "per_device_train_batch_size": 32,
+    "per_device_train_batch_size": 64,
     "per_device_eval_batch_size": 64,
+    "logging_steps": 10,
 }
 
 
@@ -44,14 +50,12 @@ SETTINGS: dict[str, Any] = {
 class DemoArguments:
     """Options of the demo."""
 
-    output_dir: str = field(
-        default="runs/demo", metadata={"help": "Where model, card and figures go."}
-    )
+    output_dir: str = field(default="runs/demo", metadata={"help": "Folder of model and figures."})
     epsilon: float = field(default=3.0, metadata={"help": "Privacy budget of the whole run."})
     seed: int = field(
         default=0, metadata={"help": "Seed of the new head's weights; the noise has none."}
     )
-    long: bool = field(default=False, metadata={"help": "More steps on larger batches."})
+    long: bool = field(default=False, metadata={"help": "Three times as many steps."})
 
 
 def main() -> None:
@@ -59,7 +63,7 @@ def main() -> None:
     (demo,) = HfArgumentParser(DemoArguments).parse_args_into_dataclasses()
     start = time.perf_counter()
     set_seed(demo.seed)
-    model, tokenizer = load_minilm(num_labels=2)
+    model, tokenizer = load_minilm(num_labels=2, **MODEL)
     train, test = (tokenize(snippets, tokenizer) for snippets in load_snippets())
     trainer = DPGrapeTrainer(
         model=model,
@@ -105,12 +109,14 @@ def training_arguments(demo: DemoArguments) -> DPGrapeTrainingArguments:
 
 
 def tokenize(snippets: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Replaces the texts by token ids; batches are padded later."""
-    return snippets.map(
+    """Replaces the texts by token ids, short ones first, so that evaluation pads little."""
+    rows = snippets.map(
         lambda rows: tokenizer(rows["text"], truncation=True, max_length=MAX_TOKENS),
         batched=True,
         remove_columns=["text"],
     )
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    return rows.select(sorted(range(len(rows)), key=lengths.__getitem__))
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -129,9 +135,8 @@ def result_table(result: dict[str, float], folder: Path) -> Table:
     table = Table(title="Private fine-tuning on film reviews", show_header=False)
     table.add_row("accuracy on held-out movies", f"{result['accuracy']:.1%}")
     table.add_row("always guessing the larger class", f"{result['majority']:.1%}")
-    table.add_row(
-        "privacy spent", f"epsilon = {result['epsilon']:.2f} at delta = {result['delta']:g}"
-    )
+    spent = f"epsilon = {result['epsilon']:.2f} at delta = {result['delta']:g}"
+    table.add_row("privacy spent", spent)
     table.add_row("noise multiplier", f"{result['noise_multiplier']:.3f}")
     table.add_row("steps", f"{result['steps']:.0f}")
     table.add_row("seconds", f"{result['seconds']:.0f}")

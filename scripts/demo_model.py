@@ -27,7 +27,11 @@ UNUSED_KEYS = ("embeddings.position_ids", "pooler.")
 
 
 def load_minilm(
-    num_labels: int, *, mean_pooling: bool = True, **config_options: Any
+    num_labels: int,
+    *,
+    num_layers: int = LAYERS,
+    mean_pooling: bool = True,
+    **config_options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads MiniLM-L6 with a fresh classification head, and its WordPiece tokenizer.
 
@@ -36,7 +40,8 @@ def load_minilm(
 
     Args:
         num_labels: Classes of the new head.
-        mean_pooling: Append the sentence encoder's mean over tokens as a seventh layer, see
+        num_layers: Layers kept of the encoder's six, counted from the bottom.
+        mean_pooling: Append the sentence encoder's mean over tokens as one more layer, see
             `mean_pooling_layer`; RoBERTa's head reads the first token alone otherwise.
         **config_options: Further options of `RobertaConfig`, such as `hidden_dropout_prob`.
 
@@ -49,12 +54,14 @@ def load_minilm(
     """
     folder = weights_folder()
     state = convert_state_dict(load_file(folder / "model.safetensors"))
+    above = tuple(f"roberta.encoder.layer.{i}." for i in range(num_layers, LAYERS))
+    state = {key: tensor for key, tensor in state.items() if not key.startswith(above)}
     if mean_pooling:
-        state |= mean_pooling_layer(LAYERS)
+        state |= mean_pooling_layer(num_layers)
     config = RobertaConfig(
         vocab_size=WORD_PIECES,
         hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS + mean_pooling,
+        num_hidden_layers=num_layers + mean_pooling,
         num_attention_heads=12,
         intermediate_size=INTERMEDIATE,
         max_position_embeddings=POSITIONS + 1,
@@ -91,36 +98,30 @@ def convert_state_dict(bert_state: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {f"roberta.{key}": value for key, value in kept.items()}
 
 
-def mean_pooling_layer(
-    index: int, *, mean_gain: float = 16.0, output_scale: float = 0.1
-) -> dict[str, torch.Tensor]:
+def mean_pooling_layer(index: int, *, mean_gain: float = 16.0) -> dict[str, torch.Tensor]:
     """Tensors of an encoder layer that adds `mean_gain` times the mean of all tokens to each.
 
     This is the mean pooling of the published sentence encoder (its `1_Pooling/config.json`), in
     terms of a RoBERTa layer, so that the first token, which the classifier reads, carries it.
     Queries and keys are zero, so attention is uniform over all tokens but padding; the
     feed-forward part adds zero. With h the layer's input, its output is
-    `output_scale * standardize(h + mean_gain * mean(h))`, where `standardize` gives each token's
-    features mean 0 and variance 1.
+    `standardize(h + mean_gain * mean(h))`, where `standardize` gives each token's features mean 0
+    and variance 1.
 
     Args:
         index: Position of the layer in the encoder.
         mean_gain: Weight of the mean against a token's own features.
-        output_scale: Size of the output's features.
-
-    Returns:
-        Tensors by name, as in `convert_state_dict`.
     """
     eye, zeros, ones = torch.eye(HIDDEN), torch.zeros(HIDDEN), torch.ones(HIDDEN)
     layer = {
-        "attention.self.query": (torch.zeros(HIDDEN, HIDDEN), zeros),
-        "attention.self.key": (torch.zeros(HIDDEN, HIDDEN), zeros),
+        "attention.self.query": (0 * eye, zeros),
+        "attention.self.key": (0 * eye, zeros),
         "attention.self.value": (eye, zeros),
         "attention.output.dense": (mean_gain * eye, zeros),
         "attention.output.LayerNorm": (ones, zeros),
         "intermediate.dense": (torch.zeros(INTERMEDIATE, HIDDEN), torch.zeros(INTERMEDIATE)),
         "output.dense": (torch.zeros(HIDDEN, INTERMEDIATE), zeros),
-        "output.LayerNorm": (output_scale * ones, zeros),
+        "output.LayerNorm": (ones, zeros),
     }
     return {
         f"roberta.encoder.layer.{index}.{name}.{kind}": tensor.clone()

@@ -26,6 +26,11 @@ def batch_size(inputs: Mapping[str, Tensor]) -> int:
     return len(next(iter(inputs.values())))
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    """The model with the task head, inside a PEFT model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def enable_checkpointing(model: nn.Module, kwargs: dict[str, Any]) -> None:
     """Gradient checkpointing, under the name that this release of transformers has for it."""
     new = getattr(model, "activation_checkpointing_enable", None)
@@ -39,7 +44,7 @@ def make_recorder(
     projections = make_projections(model, rank=rank, scale="1/sqrt(r)", seed=7, head=frozenset())
     sites, problems = sites_or_problems(model)
     assert not problems, problems
-    loss = PerSampleLoss(model)
+    loss = PerSampleLoss(head_of(model))
     layouts = observe_layouts(model, sites, lambda i: loss(model, select(inputs, i)))
     return Recorder(model, sites, projections, layouts, form=form), projections
 
@@ -49,7 +54,7 @@ def recorded(
 ) -> PerSampleGradients:
     """Per-sample gradients by one forward and backward of the whole batch."""
     with recorder.record(batch_size(inputs)) as gradients:
-        PerSampleLoss(model)(model, inputs).sum().backward()
+        PerSampleLoss(head_of(model))(model, inputs).sum().backward()
     return gradients
 
 
@@ -58,7 +63,7 @@ def alone(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[dict[str, Tens
     found = []
     for i in range(batch_size(inputs)):
         model.zero_grad()
-        PerSampleLoss(model)(model, select(inputs, [i])).sum().backward()
+        PerSampleLoss(head_of(model))(model, select(inputs, [i])).sum().backward()
         found.append(_gradients(model))
     model.zero_grad()
     return found
@@ -66,7 +71,7 @@ def alone(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[dict[str, Tens
 
 def in_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Full gradients of every sample's loss within one forward of the batch (for dropout)."""
-    losses = PerSampleLoss(model)(model, inputs)
+    losses = PerSampleLoss(head_of(model))(model, inputs)
     found = []
     for loss in losses:
         model.zero_grad()

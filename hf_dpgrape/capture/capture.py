@@ -200,14 +200,26 @@ def checked(
         )
     if layout.problem:
         raise RuntimeError(f"{label}: {layout.problem}; freeze it with `requires_grad_(False)`.")
-    rows = [t.shape[0] for t, r in zip(inputs, layout.inputs, strict=True) if r]
-    expected = [r * batch_size for r in layout.inputs if r]
-    if rows != expected or output.shape[0] != (layout.output * batch_size or 1):
-        raise RuntimeError(
-            f"{label}: expected {expected or [1]} rows for a batch of {batch_size}, got {rows} in "
-            f"and {output.shape[0]} out; per-sample gradients cannot be told apart."
-        )
+    tensors = [*zip(inputs, layout.inputs, strict=True), (output, layout.output)]
+    for tensor, rows in tensors:
+        if not _fits(tensor, rows, batch_size):
+            raise RuntimeError(
+                f"{label}: expected {rows or 'no'} row(s) per sample for a batch of {batch_size}, "
+                f"got a tensor of shape {tuple(tensor.shape)}; per-sample gradients cannot be "
+                "told apart."
+            )
     return layout
+
+
+def _fits(tensor: Tensor, rows: int, batch_size: int) -> bool:
+    """Whether a tensor has the rows per sample that were observed.
+
+    Several rows per sample are positions or windows folded into the first dimension; their number
+    changes with the length of the input, one row per sample does not.
+    """
+    if rows <= 1:
+        return rows == 0 or tensor.shape[0] == batch_size
+    return tensor.shape[0] % batch_size == 0
 
 
 def _in_functorch() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,23 @@ class EmbeddingSubclassRule:
             yield "weight", embedding_gradient(call, ids, call.per_sample(rows_grad))
 
 
+def _vmap(function: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """`vmap`, with a sentence for layers that cannot be run again sample by sample."""
+
+    def mapped(*args: Any) -> Any:
+        try:
+            return vmap(function)(*args)
+        except RuntimeError as error:
+            tensors = ", ".join(f"`{name}`" for name in call.slots)
+            raise RuntimeError(
+                f"{type(call.module).__name__} cannot be run again sample by sample for the "
+                f"gradient of {tensors} (it may use dropout or a data-dependent branch); freeze "
+                "these tensors with `requires_grad_(False)`."
+            ) from error
+
+    return mapped
+
+
 class GenericRule:
     """Any layer: one vector-Jacobian product per sample of the layer's own forward, under vmap.
 
@@ -105,7 +122,10 @@ class GenericRule:
                 with _reparametrize_module(call.module, values, tie_weights=False):
                     return getattr(call.module, self._method)(*args, **kwargs)
 
-            found: dict[str, Tensor] = vjp(forward, params)[1](grad)[0]
+            out, pull = vjp(forward, params)
+            if len(out) > len(grad):  # made for the whole batch of nothing but shared inputs
+                grad = F.pad(grad, (0, 0) * (grad.ndim - 1) + (0, len(out) - len(grad)))
+            found: dict[str, Tensor] = pull(grad)[0]
             return found
 
         own = [
@@ -119,7 +139,7 @@ class GenericRule:
         for start in range(0, call.batch_size, size):
             some = slice(start, start + size)
             with call.autocast(grad.device):
-                found = vmap(one_sample)([tensor[some] for tensor in own], grad[some])
+                found = _vmap(one_sample, call)([tensor[some] for tensor in own], grad[some])
             for name, values in found.items():
                 chunks[name].append(call.slots[name].on_gradient(values))
         for name, parts in chunks.items():

@@ -137,7 +137,47 @@ def observe_layouts(model: nn.Module, sites: Sequence[Site], forward: Forward) -
         for site in sites:
             if site.rule is None:
                 layouts[site.key] = Layout(problem=_bare_problem(site, forward))
+        for site in _with_hidden_uses(model, sites, forward):
+            problem = "its tensors are also used otherwise than by calling it"
+            layouts[site.key] = Layout(problem=problem)
     return layouts
+
+
+def _with_hidden_uses(model: nn.Module, sites: Sequence[Site], forward: Forward) -> list[Site]:
+    """Sites whose tensors reach the losses by a way that does not pass the sites.
+
+    With the outputs of all sites cut from the graph, no gradient may reach their tensors.
+    """
+    tensors = {
+        name: model.get_parameter(name)
+        for site in sites
+        if site.rule is not None
+        for name in site.tensors.values()
+    }
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        for p, _ in flags:
+            p.requires_grad_(False)
+        for p in tensors.values():
+            p.requires_grad_(True)
+        with torch.enable_grad(), ExitStack() as stack:
+            for site in sites:
+                if site.rule is not None:
+                    stack.enter_context(intercepted(site, lambda _, __, out: _cut(out)))
+            losses = forward([0, 1])
+        if not losses.requires_grad:
+            return []
+        grads = torch.autograd.grad(losses.sum(), list(tensors.values()), allow_unused=True)
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+    hidden = {name for name, grad in zip(tensors, grads, strict=True) if grad is not None}
+    return [s for s in sites if s.rule is not None and hidden & set(s.tensors.values())]
+
+
+def _cut(output: Any) -> Any:
+    """All tensors of an output, detached."""
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
 
 def _first_rows(

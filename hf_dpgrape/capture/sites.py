@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -27,12 +28,13 @@ _RULES: dict[str, Callable[[], Rule]] = {
     "torch.nn.modules.conv.Conv2d": Conv2dRule,
 }
 
-#: Methods that turn a position table into a bias for all samples: by (class, table) the method
-#: whose output has the batch in front. The table's own lookup sees positions only.
-_METHODS: dict[tuple[str, str], str] = {
-    ("T5Attention", "relative_attention_bias"): "compute_bias",
-    ("MPNetEncoder", "relative_attention_bias"): "compute_position_bias",
-}
+#: Tables that are looked up once for all samples, by methods whose output has the batch in front:
+#: classes (regular expressions) of the table's own parent and of the method's owner, the method.
+_METHODS: tuple[tuple[str, str, str], ...] = (
+    ("T5Attention", "T5Attention", "compute_bias"),
+    ("MPNetEncoder", "MPNetEncoder", "compute_position_bias"),
+    ("PromptEmbedding|PromptEncoder", "PeftModel.*", "get_prompt"),
+)
 
 #: Classes that multiply activations by a bare vector: how many dimensions an activation has
 #: between the batch and the vector's own.
@@ -125,7 +127,7 @@ def find_sites(model: nn.Module, names: Collection[str]) -> tuple[list[Site], di
         }
         if not own:
             continue
-        if _is_leaf(module):
+        if _is_leaf(module) and not isinstance(module, nn.ParameterDict | nn.ParameterList):
             sites.append(_leaf_site(model, module_name, module, own))
         else:
             bare_owners.append((module_name, module, own))
@@ -134,31 +136,56 @@ def find_sites(model: nn.Module, names: Collection[str]) -> tuple[list[Site], di
         for local, name in own.items():
             if name in layered:  # another name of a tensor that a layer uses, as LM heads' biases
                 continue
-            scale_dims = _SCALE_DIMS.get(type(module).__name__)
-            tensor = module.get_parameter(local)
-            if scale_dims is not None or (tensor.ndim >= 2 and tensor.shape[0] == 1):
-                sites.append(Site(module_name, module, {local: name}, scale_dims=scale_dims))
-                continue
-            problems[name] = (
-                f"{type(module).__name__} uses `{local}` directly and not through a layer, "
-                "and it has no leading dimension of 1 to stand for the batch"
-            )
+            if (site := _bare_site(model, module_name, module, local, name)) is not None:
+                sites.append(site)
+            else:
+                problems[name] = "no module around it has a forward of its own"
     return sites, problems
+
+
+def _bare_site(
+    model: nn.Module, module_name: str, module: nn.Module, local: str, name: str
+) -> Site | None:
+    """The site of a tensor that no layer owns: itself, or the module around it as a whole."""
+    scale_dims = _SCALE_DIMS.get(type(module).__name__)
+    tensor = module.get_parameter(local)
+    if scale_dims is not None or (
+        tensor.ndim >= 2 and tensor.shape[0] == 1 and _has_forward(module)
+    ):
+        return Site(module_name, module, {local: name}, scale_dims=scale_dims)
+    path = local
+    while not _has_forward(module):
+        if not module_name:
+            return None
+        module_name, _, step = module_name.rpartition(".")
+        module, path = model.get_submodule(module_name), f"{step}.{path}"
+    return Site(module_name, module, {path: name}, GenericRule())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module computes something, as containers of modules or tensors do not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _is_leaf(module: nn.Module) -> bool:
     """Whether a module has a forward of its own and no parameters below it."""
-    has_forward = type(module).forward is not nn.Module.forward
-    return has_forward and all(
+    return _has_forward(module) and all(
         next(child.parameters(), None) is None for child in module.children()
     )
 
 
 def _leaf_site(model: nn.Module, name: str, module: nn.Module, own: dict[str, str]) -> Site:
-    """The site of a leaf: itself, or the method of its parent that puts the batch in front."""
-    parent_name, _, local_name = name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    if method := _METHODS.get((type(parent).__name__, local_name)):
-        tensors = {f"{local_name}.{local}": tensor for local, tensor in own.items()}
-        return Site(parent_name, parent, tensors, GenericRule(method), method)
+    """The site of a leaf: itself, or the method above it that puts the batch in front."""
+    parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    for parent_class, owner_class, method in _METHODS:
+        if not isinstance(module, nn.Embedding) or not re.fullmatch(parent_class, parent):
+            continue
+        owner_name, path = name, ""
+        while owner_name:
+            owner_name, _, step = owner_name.rpartition(".")
+            path = f"{step}.{path}"
+            owner = model.get_submodule(owner_name)
+            if re.fullmatch(owner_class, type(owner).__name__):
+                tensors = {f"{path}{local}": tensor for local, tensor in own.items()}
+                return Site(owner_name, owner, tensors, GenericRule(method), method)
     return Site(name, module, own, _rule_for(module))

@@ -63,7 +63,8 @@ def secret_global_randomness(source: SecretSource) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         random.seed(source.seed())
-        np.random.seed(source.seed() % 2**32)
+        high, low = divmod(source.seed(), 2**32)
+        np.random.seed([high, low])  # one number would be cut to 32 bits
         torch.manual_seed(source.seed())
         try:
             yield

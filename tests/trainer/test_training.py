@@ -274,6 +274,13 @@ def test_frozen_tensors_stay(make_trainer: MakeTrainer) -> None:
     assert all((amount > 0) == n.endswith("bias") for n, amount in moved.items())
 
 
+def test_positions_folded_into_the_batch(make_trainer: MakeTrainer) -> None:
+    # OPT's feed-forward layers see (batch x length) rows, and lengths differ between batches.
+    model = make_model("opt", CAUSAL).float()
+    trainer = make_trainer(model=model, causal=True, per_device_train_batch_size=2)
+    assert trainer.train().global_step == 4
+
+
 def test_custom_loss(make_trainer: MakeTrainer) -> None:
     def loss(outputs: Any, labels: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(

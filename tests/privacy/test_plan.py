@@ -1,0 +1,187 @@
+"""The privacy plan: what it refuses, and that everything in it is one consistent mechanism."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_dpgrape.privacy import accounting
+from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan, planned_steps, steps_per_epoch
+
+NUMBERS: dict[str, Any] = {
+    "num_examples": 701,
+    "expected_batch_size": 90,
+    "num_steps": 17,
+    "l2_clip_norm": 1.9,
+    "target_delta": 1e-4,
+}
+
+
+def plan(**changes: Any) -> PrivacyPlan:
+    return PrivacyPlan(**{**NUMBERS, "noise_multiplier": 1.3, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_examples": 0}, "at least one example and one step, got `num_examples`=0"),
+        ({"num_steps": 0}, "at least one example and one step, got .*`num_steps`=0"),
+        (
+            {"expected_batch_size": 702},
+            "`expected_batch_size` must be between 1 and the 701 training examples, got 702",
+        ),
+        ({"expected_batch_size": 0}, "`expected_batch_size` must be between 1 and .*, got 0"),
+        ({"l2_clip_norm": 0.0}, "`l2_clip_norm` must be positive and finite, got 0.0"),
+        ({"l2_clip_norm": math.inf}, "`l2_clip_norm` must be positive and finite"),
+        ({"l2_clip_norm": math.nan}, "`l2_clip_norm` must be positive and finite"),
+        ({"noise_multiplier": -1.0}, "`noise_multiplier` must be zero or more and finite"),
+        ({"noise_multiplier": math.nan}, "`noise_multiplier` must be zero or more and finite"),
+        ({"noise_multiplier": math.inf}, "`noise_multiplier` must be zero or more and finite"),
+        ({"target_delta": 0.0}, "`target_delta` must be between 0 and 1, got 0.0; choose it below"),
+        ({"target_delta": 1.0}, "`target_delta` must be between 0 and 1"),
+        ({"target_delta": math.nan}, "`target_delta` must be between 0 and 1"),
+        ({"clipping": "ghost"}, "`clipping` must be 'flat' or 'automatic', got 'ghost'"),
+        ({"clip_shares": {BODY: 0.9}}, "squares that sum to 1, got .*0.9.* with sum 0.81"),
+        ({"clip_shares": {BODY: 1.0, HEAD: 1.0}}, "squares that sum to 1"),
+        ({"clip_shares": {BODY: -1.0}}, "`clip_shares` must be positive"),
+        ({"clip_shares": {BODY: math.nan}}, "squares that sum to 1"),
+        ({"clip_shares": {}}, "squares that sum to 1"),
+        ({"head_only_steps": 18}, "between 0 and the 17 planned steps, got 18"),
+        ({"head_only_steps": -1}, "`head_only_steps` must be between 0"),
+        ({"accountant": "gdp"}, "`accountant` must be one of .*, got 'gdp'"),
+        ({"neighboring_relation": "replace_one"}, "twice the sensitivity"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan(**changes)
+
+
+def test_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        plan().noise_multiplier = 0.1  # type: ignore[misc]
+
+
+def test_derived_numbers() -> None:
+    p = plan()
+    assert p.sampling_prob == 90 / 701
+    assert p.noise_stddev == pytest.approx(1.3 * 1.9)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_epsilon_is_that_of_its_numbers(accountant: accounting.Accountant) -> None:
+    p = plan(accountant=accountant)
+    for steps in (0, 1, 6, 17):
+        expected = accounting.epsilon(
+            noise_multiplier=1.3,
+            sampling_prob=90 / 701,
+            num_steps=steps,
+            delta=1e-4,
+            accountant=accountant,
+        )
+        assert p.epsilon(steps) == expected
+        assert p.epsilon(steps, accountant) == expected
+    assert p.epsilon() == p.epsilon(17)
+
+
+def test_epsilon_knows_nothing_of_the_clip_norm() -> None:
+    # Noise follows the clip norm: another one is another scale, not another guarantee.
+    other = plan(l2_clip_norm=0.019, clip_shares={BODY: 0.8, HEAD: 0.6}, clipping="automatic")
+    assert other.epsilon() == plan().epsilon()
+    assert other.noise_stddev == pytest.approx(plan().noise_stddev / 100)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_calibrated_plan_keeps_its_target(accountant: str) -> None:
+    p = PrivacyPlan.calibrated(target_epsilon=2.3, accountant=accountant, **NUMBERS)
+    assert p.target_epsilon == 2.3
+    assert 0.995 * 2.3 < p.epsilon() <= 2.3
+    given_noise = PrivacyPlan.calibrated(
+        noise_multiplier=p.noise_multiplier, accountant=accountant, **NUMBERS
+    )
+    assert given_noise.target_epsilon is None
+    assert given_noise.epsilon() == p.epsilon()
+
+
+@pytest.mark.parametrize("budget", [{}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}])
+def test_exactly_one_budget(budget: dict[str, float]) -> None:
+    came = "both" if budget else "neither"
+    with pytest.raises(ValueError, match=f"exactly one of `target_epsilon`.*, got {came}"):
+        PrivacyPlan.calibrated(**budget, **NUMBERS)
+
+
+def test_wrong_numbers_are_refused_before_the_search_for_noise() -> None:
+    for change in ({"target_delta": 1.5}, {"expected_batch_size": 999}, {"num_steps": 0}):
+        with pytest.raises(ValueError, match=r"`target_delta`|`expected_batch_size`|`num_steps`"):
+            PrivacyPlan.calibrated(target_epsilon=1.0, **{**NUMBERS, **change})
+
+
+def test_round_trip_through_json() -> None:
+    p = plan(
+        target_epsilon=0.1 + 0.2,
+        clip_shares={BODY: math.sqrt(1 - 0.3**2), HEAD: 0.3},
+        head_only_steps=5,
+        clipping="automatic",
+        accountant="rdp",
+    )
+    read = PrivacyPlan.from_dict(json.loads(json.dumps(p.to_dict())))
+    assert read == p
+    assert not read.differences(p)
+    assert PrivacyPlan.from_dict({**p.to_dict(), "added_later": 1}) == p
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "num_examples": 702,
+    "expected_batch_size": 91,
+    "num_steps": 18,
+    "noise_multiplier": 1.4,
+    "l2_clip_norm": 2.0,
+    "target_delta": 1e-5,
+    "target_epsilon": 3.0,
+    "clipping": "automatic",
+    "clip_shares": {BODY: 0.8, HEAD: 0.6},
+    "head_only_steps": 1,
+    "accountant": "rdp",
+}
+
+
+def test_every_field_with_a_choice_has_another_value_here() -> None:
+    names = {f.name for f in fields(PrivacyPlan)}
+    assert names - set(OTHER_VALUES) == {"neighboring_relation"}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VALUES))
+def test_every_difference_is_named(name: str) -> None:
+    (found,) = plan(**{name: OTHER_VALUES[name]}).differences(plan())
+    assert found.startswith(f"`{name}` was ") and str(OTHER_VALUES[name]) in found
+
+
+def test_head_alone_has_the_whole_clip_norm() -> None:
+    p = plan(clip_shares={BODY: 0.8, HEAD: 0.6}, head_only_steps=5)
+    assert [dict(p.shares_at(step)) for step in (4, 5)] == [{HEAD: 1.0}, {BODY: 0.8, HEAD: 0.6}]
+
+
+@given(num=st.integers(1, 10**7), data=st.data())
+def test_steps_cover_the_epochs(num: int, data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, num))
+    epochs = data.draw(st.integers(1, 40))
+    per_epoch = steps_per_epoch(num, batch)
+    assert (per_epoch - 1) * batch < num <= per_epoch * batch
+    assert planned_steps(num, batch, num_train_epochs=epochs) == epochs * per_epoch
+    assert planned_steps(num, batch, num_train_epochs=0.0, max_steps=3) == 3
+
+
+@pytest.mark.parametrize("epochs", [0.0, -1.0, math.nan, math.inf])
+def test_refuses_a_run_without_length(epochs: float) -> None:
+    with pytest.raises(ValueError, match="`num_train_epochs` must be positive and finite"):
+        planned_steps(9, 2, num_train_epochs=epochs)
+
+
+def test_part_of_an_epoch_is_rounded_up() -> None:
+    assert planned_steps(100, 30, num_train_epochs=0.3) == 2
