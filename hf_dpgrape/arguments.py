@@ -147,6 +147,13 @@ class DPGrapeTrainingArguments(TrainingArguments):
         default=0,
         metadata={"help": "Train the head alone for that many first steps; they count fully."},
     )
+    bf16_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Convert the weights to bfloat16, which halves their memory. Norms, sums, noise "
+            "and optimizer state stay in float32; updates are rounded stochastically."
+        },
+    )
     accountant: str = field(
         default="pld",
         metadata={"help": "pld (tight) or rdp (looser).", "choices": ["pld", "rdp"]},

@@ -76,6 +76,8 @@ class DPGrapeMixin(_TrainerBase):
         self._source = SecretSource(unsafe_seed=self.args.unsafe_test_seed)
         self._private_step: PrivateStep | None = None
         self._has_trained = False
+        if self.args.bf16_weights:
+            self.model.to(torch.bfloat16)
         if self.train_dataset is not None:
             self._make_plan()
 

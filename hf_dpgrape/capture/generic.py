@@ -122,7 +122,7 @@ class GenericRule:
                 with _reparametrize_module(call.module, values, tie_weights=False):
                     return getattr(call.module, self._method)(*args, **kwargs)
 
-            out, pull = vjp(forward, params)
+            out, pull = vjp(forward, params)[:2]
             if len(out) > len(grad):  # made for the whole batch of nothing but shared inputs
                 grad = F.pad(grad, (0, 0) * (grad.ndim - 1) + (0, len(out) - len(grad)))
             found: dict[str, Tensor] = pull(grad)[0]
