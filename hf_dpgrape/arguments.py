@@ -150,8 +150,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
     bf16_weights: bool = field(
         default=False,
         metadata={
-            "help": "Convert the weights to bfloat16, which halves their memory. Norms, sums, noise "
-            "and optimizer state stay in float32; updates are rounded stochastically."
+            "help": "Convert the weights to bfloat16, which halves their memory. Norms, sums, "
+            "noise and optimizer state stay in float32; updates are rounded stochastically."
         },
     )
     accountant: str = field(
@@ -333,10 +333,11 @@ class DPGrapeTrainingArguments(TrainingArguments):
             layers: names of the body's clip groups, all with the same share.
         """
         assert self.expected_batch_size is not None and self.target_delta is not None
-        if (self.head_clip_share or self.head_only_steps) and not has_head:
+        given = self.head_clip_share or self.head_only_steps or self.head_learning_rate
+        if given and not has_head:
             raise ValueError(
-                "`head_clip_share` and `head_only_steps` need a head, but the checkpoint had all "
-                "of the model's tensors; name the head by `head_modules`."
+                "`head_learning_rate`, `head_clip_share` and `head_only_steps` need a head, but "
+                "the checkpoint had all of the model's tensors; name the head by `head_modules`."
             )
         head_share = self.head_clip_share or 0.0
         body_share = math.sqrt((1 - head_share**2) / len(layers))

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hf_dpgrape.memory.command import add_parser as add_memory
 from hf_dpgrape.privacy.accounting import Accountant
 from hf_dpgrape.privacy.plan import PrivacyPlan, planned_steps, steps_per_epoch
 
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_budget(commands)
     _add_check(commands)
+    add_memory(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

@@ -81,11 +81,17 @@ def load_config(source: str) -> Any:
 
 
 def build_on_meta(config: Any, task: str = "auto") -> nn.Module:
-    """The model of a configuration without storage for its weights.
+    """As `build_model`, without storage for its weights."""
+    return build_model(config, task, device="meta")
+
+
+def build_model(config: Any, task: str = "auto", *, device: str) -> nn.Module:
+    """The model of a configuration, with random weights.
 
     Args:
         config: a configuration of transformers.
         task: one of `TASKS`, or "auto".
+        device: where it is made.
 
     Raises:
         ValueError: the configuration names no architecture that transformers has, there is no such
@@ -101,7 +107,7 @@ def build_on_meta(config: Any, task: str = "auto") -> nn.Module:
             f"`architectures`={names}; choose a `--task` out of {', '.join(TASKS)}."
         )
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             if task == "auto":
                 model = kind(config)  # type: ignore[misc]
             else:

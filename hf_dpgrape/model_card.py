@@ -50,6 +50,11 @@ _LIMITS = (
 )
 
 
+def _shown(epsilon: float | None) -> str:
+    """Epsilon for people."""
+    return "infinite (no privacy)" if epsilon is None else f"{epsilon:.4g}"
+
+
 def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The record as rows of a table."""
     plan, by = record["plan"], record["epsilon_by_accountant"]
@@ -57,8 +62,8 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items())
     rank = projection["rank"]
     return [
-        ("epsilon", f"**{record['epsilon']:.4g}** at delta {record['target_delta']:g}"),
-        ("epsilon by accountant", f"PLD {by['pld']:.4g}, RDP {by['rdp']:.4g}"),
+        ("epsilon", f"**{_shown(record['epsilon'])}** at delta {record['target_delta']:g}"),
+        ("epsilon by accountant", f"PLD {_shown(by['pld'])}, RDP {_shown(by['rdp'])}"),
         ("unit of privacy", record["unit_of_privacy"]),
         ("neighboring relation", plan["neighboring_relation"].replace("_", " ")),
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
@@ -123,7 +128,7 @@ def render_card(
     )
     summary = (
         f"Fine-tuned with differential privacy by hf_dpgrape: (epsilon "
-        f"{record['epsilon']:.4g}, delta {record['target_delta']:g}) for each example."
+        f"{_shown(record['epsilon'])}, delta {record['target_delta']:g}) for each example."
     )
     card: ModelCard = ModelCard.from_template(
         data,

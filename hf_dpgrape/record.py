@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -24,12 +25,12 @@ def privacy_record(
     Neither seeds of noise or sampling nor any loss or norm is in it.
     """
     return {
-        "epsilon": plan.epsilon(steps_done),
+        "epsilon": _finite(plan.epsilon(steps_done)),
         "target_delta": plan.target_delta,
         "steps_done": steps_done,
         "epsilon_by_accountant": {
-            "pld": plan.epsilon(steps_done, "pld"),
-            "rdp": plan.epsilon(steps_done, "rdp"),
+            "pld": _finite(plan.epsilon(steps_done, "pld")),
+            "rdp": _finite(plan.epsilon(steps_done, "rdp")),
         },
         "unit_of_privacy": "one example of the training set",
         "sampling": "Poisson",
@@ -40,9 +41,14 @@ def privacy_record(
     }
 
 
+def _finite(epsilon: float) -> float | None:
+    """Epsilon, or None if there is no guarantee: JSON has no infinity."""
+    return epsilon if math.isfinite(epsilon) else None
+
+
 def write_record(folder: str | Path, record: Mapping[str, Any]) -> None:
     """Writes the record into a folder."""
-    text = json.dumps(record, indent=2, allow_nan=True) + "\n"
+    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     (Path(folder) / RECORD_NAME).write_text(text, encoding="utf-8")
 
 

@@ -73,7 +73,11 @@ class DPGrapeMixin(_TrainerBase):
                 "`args` must be DPGrapeTrainingArguments (they hold the privacy budget), got "
                 f"{type(self.args).__name__}."
             )
-        self._source = SecretSource(unsafe_seed=self.args.unsafe_test_seed)
+        fixed = self.args.unsafe_test_seed
+        self._source = SecretSource(
+            # Processes must not share coins or dropout masks, in tests neither.
+            unsafe_seed=None if fixed is None else fixed + self.args.process_index
+        )
         self._private_step: PrivateStep | None = None
         self._has_trained = False
         if self.args.bf16_weights:
@@ -187,6 +191,7 @@ class DPGrapeMixin(_TrainerBase):
             projections,
             update_proj_gap=self.args.refresh_gap(self.plan.num_steps),
             moments=self.args.refresh_moments,  # type: ignore[arg-type]
+            seed=self.args.seed,
         )
         if self.args.head_learning_rate is not None:
             own_rate = {id(weights[name]) for name in head}
@@ -247,13 +252,15 @@ class DPGrapeMixin(_TrainerBase):
         """
         if self._has_trained and self.model_init is None and not resume_from_checkpoint:
             assert self.plan is not None
+            spent = self.plan.epsilon(self.state.global_step)
             raise ValueError(
-                f"This trainer has already spent epsilon={self.plan.epsilon():.4g}; a second "
-                "`train()` would spend it again. Plan all steps in one run, or make a new trainer "
-                "and add up what both spend."
+                f"This trainer has already spent epsilon={spent:.4g} in {self.state.global_step} "
+                "steps; a second `train()` would spend more. Resume from a checkpoint with "
+                "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
             )
+        if self._has_trained:  # the optimizer belongs to the run before
+            self.optimizer, self.lr_scheduler = None, None
         output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
-        self._has_trained = True
         if not self.args.log_non_private_metrics:
             output = output._replace(training_loss=float("nan"))
         return output
@@ -273,6 +280,7 @@ class DPGrapeMixin(_TrainerBase):
         """One private step on a logical batch; the loss it returns is 0 unless asked for."""
         assert self._private_step is not None
         model.train()
+        self._has_trained = True
         step = self.state.global_step
         if step == self._initial_global_step:
             self._subspace.start_at_(step)

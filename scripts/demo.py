@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "clipping": "flat",
     "rank": 16,
     "head_clip_share": 0.7,
-    "learning_rate": 1e-3,
+    "learning_rate": 5e-4,
     "head_learning_rate": 1e-2,
     "lr_scheduler_type": "linear",
     "per_device_train_batch_size": 64,

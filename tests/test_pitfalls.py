@@ -94,7 +94,7 @@ def test_reported_epsilon_is_that_of_independent_accountants(
     record = json.loads((tmp_path / "out" / "privacy.json").read_text())
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     for name, accountant in {
-        "pld": pld.PLDAccountant(relation),
+        "pld": pld.PLDAccountant(relation, 1e-3),
         "rdp": rdp.RdpAccountant(neighboring_relation=relation),
     }.items():
         for _ in range(4):

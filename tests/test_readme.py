@@ -1,24 +1,31 @@
-"""The README's first block of Python is a program that runs."""
+"""Documents that run, and documents that point to tests."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 
 
 def test_first_block_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    readme = ROOT / "README.md"
+    block = re.search(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        exec(compile(block[1], str(README), "exec"), {"__name__": "__main__"})
+    exec(compile(block[1], str(readme), "exec"), {"__name__": "__main__"})
     spent = re.search(r"^epsilon = (\S+) at delta = 0.0001$", capsys.readouterr().out, re.MULTILINE)
     assert spent is not None
     assert 0 < float(spent[1]) <= 3.0
+
+
+def test_pitfalls_names_tests_that_exist() -> None:
+    named = re.findall(r"`[\w/.]*(?:::)?(test_\w+)`", (ROOT / "docs" / "pitfalls.md").read_text())
+    files = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    existing = set(re.findall(r"def (test_\w+)", "\n".join(files)))
+    assert len(named) > 60
+    assert not set(named) - existing

@@ -45,6 +45,8 @@ class _Tap(torch.autograd.Function):
         site, call, gradients = ctx.tap
         assert site.rule is not None
         saved = ctx.saved_tensors
+        if call.batch_size == 0:  # nobody's gradient
+            return grad, None, None, *(None for _ in saved)
         own = grad
         if call.broadcast > 1:
             own = grad.reshape(call.batch_size, call.broadcast, *grad.shape[1:]).sum(1)

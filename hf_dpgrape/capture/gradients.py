@@ -197,6 +197,12 @@ class PerSampleGradients:
         """Names of the tensors that received a gradient."""
         return iter(self._parts)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold the gradients at the moment."""
+        for parts in self._parts.values():
+            for part in parts:
+                yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+
     def squared_norms(self, names: Iterable[str], like: Tensor) -> Tensor:
         """Squared norms (B,) of the joint gradients of some tensors; zero for absent ones."""
         total = like.new_zeros(self.batch_size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -48,7 +48,7 @@ class Peak:
     counted_at: int = 0
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of all tensors that exist, and their peak by phase.
 
     An operation's results are counted while its arguments still exist. What a kernel uses inside
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(
         self, tensors: Iterable[Tensor | None], parts: Callable[[], Parts] = lambda: {}
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.phase = ""
         self.peaks: dict[str, Peak] = {}
@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers code that reads a value of a tensor without storage.
 
     The answer is yes, or one: all gradients are finite, runs agree with each other, a counter is
@@ -124,5 +124,80 @@ class _Answers(TorchDispatchMode):
         if func is torch.ops.aten.allclose.default:
             return True
         if func is torch.ops.aten._local_scalar_dense.default:
-            return torch.ones((), dtype=args[0].dtype, device="meta").dtype.type_of_one()
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
+
+
+class _GpuKernels(TorchFunctionMode):
+    """Runs dropout and attention so that backward keeps what it keeps on a GPU.
+
+    There, dropout keeps one byte per element (on a CPU: a factor in the element's own dtype), and
+    attention with dropout keeps no probabilities. Without dropout a CPU's attention does not
+    either, so it stands for the GPU's.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Replaces the two functions; everything else passes."""
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _dropout(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
+@contextmanager
+def world(*, without_storage: bool, gpu_kernels: bool) -> Iterator[None]:
+    """The conditions under which a model is built and trained for a measurement.
+
+    Args:
+        without_storage: tensors have shapes, and storages have sizes, but no memory behind them.
+        gpu_kernels: dropout and attention keep what they keep on a GPU.
+    """
+    with ExitStack() as stack:
+        if without_storage:
+            stack.enter_context(FakeTensorMode())
+            stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
+        if gpu_kernels:
+            stack.enter_context(_GpuKernels())
+        yield
+
+
+def replace_meta_tensors_(model: nn.Module) -> None:
+    """Replaces a model's tensors on the meta device by ones on the CPU, of this world.
+
+    Models are built and changed on the meta device, since modules cannot convert tensors without
+    storage in place.
+    """
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # with the originals, so that ids stay taken
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in replaced:
+                    new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                    if isinstance(old, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=old.requires_grad)
+                    replaced[id(old)] = (old, new)
+                tensors[name] = replaced[id(old)][1]  # type: ignore[assignment]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New floating-point tensors have this dtype inside the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -49,6 +49,7 @@ class Subspace:
         moments: what happens to optimizer moments of a projected tensor at a refresh: "keep" them
             as they are (the paper), "reset" the optimizer's state, or "carry" the first moment over
             into the new subspace.
+        seed: public seed of the stochastic rounding of 16-bit weights.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Subspace:
         *,
         update_proj_gap: int = 0,
         moments: Moments = "keep",
+        seed: int = 0,
     ) -> None:
         self.tensors = {
             name: SubspaceTensor(weight, projections[name], _stand_in(weight, projections[name]))
@@ -66,6 +68,8 @@ class Subspace:
         self.projections = projections
         self._update_proj_gap = update_proj_gap
         self._moments = moments
+        self._seed = seed
+        self._rounding: dict[torch.device, torch.Generator] = {}
 
     def __iter__(self) -> Iterator[str]:
         """Canonical names."""
@@ -136,6 +140,12 @@ class Subspace:
         optimizer.param_groups[:] = groups
         optimizer.register_step_post_hook(self._lift_hook())
 
+    def _rounding_generator(self, device: torch.device) -> torch.Generator:
+        """The same sequence in every process, on this device."""
+        if device not in self._rounding:
+            self._rounding[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._rounding[device]
+
     def _lift_hook(self) -> Callable[[Any, Any, Any], None]:
         by_stand_in = {id(t.stand_in): t for t in self.tensors.values()}
 
@@ -147,7 +157,8 @@ class Subspace:
                     if tensor.is_own_stand_in or stand_in.grad is None:
                         continue
                     keep = 1 - group["lr"] * group.get("lifted_decay", 0.0)
-                    _update_(tensor.weight, stand_in, tensor.projection, keep)
+                    generator = self._rounding_generator(tensor.weight.device)
+                    _update_(tensor.weight, stand_in, tensor.projection, keep, generator)
                     stand_in.zero_()
 
         return lift
@@ -162,7 +173,13 @@ def _stand_in(weight: nn.Parameter, projection: Projection) -> nn.Parameter:
     return nn.Parameter(torch.zeros(projection.shape, dtype=dtype, device=weight.device))
 
 
-def _update_(weight: Tensor, update: Tensor, projection: Projection, keep: float) -> None:
+def _update_(
+    weight: Tensor,
+    update: Tensor,
+    projection: Projection,
+    keep: float,
+    generator: torch.Generator,
+) -> None:
     """Makes the weight `keep * weight + lift(update)`, in place.
 
     A 16-bit weight is updated in float32 and rounded stochastically, a few rows at a time.
@@ -178,7 +195,7 @@ def _update_(weight: Tensor, update: Tensor, projection: Projection, keep: float
         rows = slice(start, start + size)
         wide = matrix[rows].to(update.dtype).mul_(keep)
         projection.lift_onto_(wide, update, rows)
-        matrix[rows] = round_to_bfloat16(wide)
+        matrix[rows] = round_to_bfloat16(wide, generator)
 
 
 @torch.no_grad()

@@ -240,6 +240,38 @@ def test_second_training_is_refused(make_trainer: MakeTrainer) -> None:
         trainer.train()
 
 
+def test_interrupted_run_counts_and_can_be_resumed(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    interrupt = Interrupt()
+    trainer = make_trainer(
+        save_strategy="steps", save_steps=2, max_steps=5, more={"callbacks": [interrupt]}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    spent = trainer.plan.epsilon(3)
+    with pytest.raises(ValueError, match=rf"already spent epsilon={spent:.4g} in 3 steps"):
+        trainer.train()
+    trainer.remove_callback(interrupt)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert trainer.privacy_record()["steps_done"] == 5
+
+
+def test_record_without_noise_is_valid_json(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(**everything(max_steps=1))
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    record = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    assert record["epsilon"] is None
+    assert "no privacy" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_same_model_in_two_trainers_then_ordinary_training(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
