@@ -30,7 +30,7 @@ from hf_dpgrape.losses import PerSampleLoss
 
 TOLERANCE = 1e-10
 #: Families that are refused by name, with a part of the reason.
-REFUSED = {"deberta-v2": "not broadcast"}
+REFUSED = {"deberta-v2": "shared by the samples in a way that is not broadcast"}
 
 #: One head of each of the architectures that the spine names, for the expensive variations.
 SPINE = [
