@@ -25,31 +25,31 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
     def __init__(
         self, examples: Any, collate: Callable[[list[Any]], Any], physical_batch_size: int
     ) -> None:
-        self._examples = examples
-        self._collate = collate
+        self.examples = examples
+        self.collate = collate
         self._size = physical_batch_size
 
     def __len__(self) -> int:
         """Number of examples, as the Trainer's bookkeeping expects."""
-        return len(self._examples)
+        return len(self.examples)
 
     def __getitem__(self, indices: Sequence[int]) -> list[PhysicalBatch]:
         """The physical batches of the examples at these indices."""
         if not indices:
             return []
-        if hasattr(self._examples, "__getitems__"):
-            examples = list(self._examples.__getitems__(list(indices)))
+        if hasattr(self.examples, "__getitems__"):
+            examples = list(self.examples.__getitems__(list(indices)))
         else:
-            examples = [self._examples[i] for i in indices]
-        examples.sort(key=_length)
+            examples = [self.examples[i] for i in indices]
+        examples.sort(key=num_tokens)
         return [
-            PhysicalBatch(len(part), self._collate(part))
+            PhysicalBatch(len(part), self.collate(part))
             for part in (examples[i : i + self._size] for i in range(0, len(examples), self._size))
         ]
 
 
-def _length(example: Any) -> int:
-    """Number of tokens, or 0 for examples that are not text."""
+def num_tokens(example: Any) -> int:
+    """Number of tokens of an example, or 0 if it is not text."""
     try:
         return len(example["input_ids"])
     except (KeyError, TypeError, IndexError):

@@ -17,18 +17,13 @@ from transformers.trainer_utils import TrainOutput, has_length
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.layout import Layouts
-from hf_dpgrape.capture.observation import observe_layouts
 from hf_dpgrape.capture.sites import Site
-from hf_dpgrape.data import LogicalBatches
+from hf_dpgrape.data import LogicalBatches, num_tokens
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
-from hf_dpgrape.engine.tensors import (
-    make_projections,
-    matching,
-    newly_initialized,
-    sites_or_problems,
-)
+from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
 from hf_dpgrape.losses import PerSampleLoss
 from hf_dpgrape.model_card import render_card
+from hf_dpgrape.preflight import checked_layouts, checked_sites, three_examples
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
@@ -97,8 +92,7 @@ class DPGrapeMixin(_TrainerBase):
                 f"{type(self.train_dataset).__name__}: Poisson sampling draws each example with a "
                 "known probability. Load it as a map-style dataset."
             )
-        _refuse_dtypes(self.model)
-        _sites(self.model)
+        checked_sites(self.model)
         PerSampleLoss(_head_of(self.model), self.compute_loss_func)
         groups = self._clip_groups()
         self.plan = self.args.make_plan(
@@ -197,7 +191,7 @@ class DPGrapeMixin(_TrainerBase):
             own_rate = {id(weights[name]) for name in head}
             _split_groups(self.optimizer, own_rate, self.args.head_learning_rate)
         self._subspace.adopt(self.optimizer)
-        sites = _sites(self.model)
+        sites = checked_sites(self.model)
         self._private_step = PrivateStep(
             plan=self.plan,
             recorder=Recorder(self.model, sites, projections, self._layouts(sites)),
@@ -215,25 +209,12 @@ class DPGrapeMixin(_TrainerBase):
 
     def _layouts(self, sites: list[Site]) -> Layouts:
         """How the model's layers see the batch, observed on three training examples."""
-        batches = self._logical_batches()
-        wanted = [i % len(batches) for i in range(3)]
-        batches = LogicalBatches(batches._examples, batches._collate, 3)
-        (batch,) = batches[wanted]
-        inputs = self._prepare_inputs(batch.inputs)
-
-        def forward(samples: list[int]) -> Tensor:
-            chosen = {
-                key: value[samples]
-                if isinstance(value, Tensor) and value.ndim and value.shape[0] == 3
-                else value
-                for key, value in inputs.items()
-            }
-            return self._per_sample_loss_of(chosen)
-
         self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
-        layouts = observe_layouts(self.model, sites, forward)
-        _refuse(self.model, {key: lay.problem for key, lay in layouts.items() if lay.problem})
-        return layouts
+        batches = self._logical_batches()
+        examples = three_examples(batches.examples, num_tokens)
+        return checked_layouts(
+            self.model, sites, examples, batches.collate, self._per_sample_loss_of
+        )
 
     def _per_sample_loss_of(self, inputs: Any) -> Tensor:
         """One loss per sample of a physical batch, under the Trainer's precision."""
@@ -410,37 +391,6 @@ def _head_of(model: nn.Module) -> nn.Module:
     """The model that has the task head: the base model of a PEFT model, else itself."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
-
-
-def _sites(model: nn.Module) -> list[Site]:
-    """Sites of all trainable tensors.
-
-    Raises:
-        ValueError: naming everything that cannot be trained exactly, and what to do.
-    """
-    sites, problems = sites_or_problems(model)
-    _refuse(model, problems)
-    return sites
-
-
-def _refuse(model: nn.Module, problems: dict[str, str]) -> None:
-    """Raises if there are any problems, naming all."""
-    if problems:
-        raise ValueError(
-            f"`{type(model).__name__}` cannot be trained privately as it is: "
-            + "; ".join(f"`{name}`: {reason}" for name, reason in problems.items())
-            + ". Freeze what cannot be trained with `requires_grad_(False)`."
-        )
-
-
-def _refuse_dtypes(model: nn.Module) -> None:
-    """Refuses float16 weights, whose updates and gradients overflow."""
-    halves = [n for n, p in model.named_parameters() if p.dtype == torch.float16]
-    if halves:
-        raise ValueError(
-            f"Expected weights in float32 or bfloat16, got float16 (`{halves[0]}` and "
-            f"{len(halves) - 1} more); load the model with `dtype=torch.float32`."
-        )
 
 
 def _split_groups(optimizer: torch.optim.Optimizer, own_rate: set[int], rate: float) -> None:

@@ -41,7 +41,7 @@ def load_minilm(
     Args:
         num_labels: Classes of the new head.
         num_layers: Layers kept of the encoder's six, counted from the bottom.
-        mean_pooling: Append the sentence encoder's mean over tokens as one more layer, see
+        mean_pooling: Append a layer that takes the sentence encoder's mean over tokens, see
             `mean_pooling_layer`; RoBERTa's head reads the first token alone otherwise.
         **config_options: Further options of `RobertaConfig`, such as `hidden_dropout_prob`.
 
@@ -101,8 +101,8 @@ def convert_state_dict(bert_state: dict[str, torch.Tensor]) -> dict[str, torch.T
 def mean_pooling_layer(index: int, *, mean_gain: float = 16.0) -> dict[str, torch.Tensor]:
     """Tensors of an encoder layer that adds `mean_gain` times the mean of all tokens to each.
 
-    This is the mean pooling of the published sentence encoder (its `1_Pooling/config.json`), in
-    terms of a RoBERTa layer, so that the first token, which the classifier reads, carries it.
+    It stands in for the mean pooling of the published sentence encoder (`1_Pooling/config.json`):
+    the first token, which the classifier reads, then carries the mean over all tokens.
     Queries and keys are zero, so attention is uniform over all tokens but padding; the
     feed-forward part adds zero. With h the layer's input, its output is
     `standardize(h + mean_gain * mean(h))`, where `standardize` gives each token's features mean 0

@@ -157,7 +157,7 @@ class PrivateStep:
             record = self._recorder.record(physical_batch.num_samples, names, clipped)
             with record as gradients:
                 losses = per_sample_losses(physical_batch.inputs)
-                _check_losses(losses, physical_batch.num_samples)
+                check_losses(losses, physical_batch.num_samples)
                 if losses.requires_grad:
                     losses.sum().backward()  # type: ignore[no-untyped-call]
             clipped.finish(gradients)
@@ -201,7 +201,7 @@ class PrivateStep:
                 distributed.all_reduce(total)
 
 
-def _check_losses(losses: Tensor, num_samples: int) -> None:
+def check_losses(losses: Tensor, num_samples: int) -> None:
     """Refuses anything that is not one loss per sample."""
     if losses.shape != (num_samples,):
         raise ValueError(

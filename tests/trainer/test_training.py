@@ -511,6 +511,15 @@ def test_refuses_ordinary_arguments(tmp_path: Path) -> None:
         )
 
 
+def test_refuses_padding_that_is_not_masked(make_trainer: MakeTrainer) -> None:
+    def without_mask(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {k: v for k, v in collate(batch).items() if k != "attention_mask"}
+
+    trainer = make_trainer(more={"data_collator": without_mask})
+    with pytest.raises(ValueError, match="padding is not masked"):
+        trainer.train()
+
+
 def test_refuses_head_options_without_head(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match="name the head by `head_modules`"):
         make_trainer(head_only_steps=1)
