@@ -112,6 +112,12 @@ def loss_of(model: nn.Module) -> Loss | None:
     return None
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    """The model that has the task head: the base model of a PEFT model, else itself."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
 class PerSampleLoss:
     """Runs a model on a batch and returns one loss per sample.
 

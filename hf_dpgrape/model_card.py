@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -140,3 +140,13 @@ def render_card(
         results=[(name, f"{value:.4g}") for name, value in metrics.items()],
     )
     return card
+
+
+def last_evaluation(log_history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Quality metrics of the last evaluation in a Trainer's logs: no times, rates or counts."""
+    logs = [log for log in log_history if any(key.startswith("eval_") for key in log)]
+    return {
+        key.removeprefix("eval_"): value
+        for key, value in (logs[-1] if logs else {}).items()
+        if key.startswith("eval_") and not key.endswith(("runtime", "per_second"))
+    }

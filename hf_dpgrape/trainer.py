@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,14 @@ from hf_dpgrape.capture.sites import Site
 from hf_dpgrape.data import LogicalBatches, num_tokens
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
-from hf_dpgrape.losses import PerSampleLoss
-from hf_dpgrape.model_card import render_card
+from hf_dpgrape.losses import PerSampleLoss, head_of
+from hf_dpgrape.model_card import last_evaluation, render_card
 from hf_dpgrape.preflight import checked_layouts, checked_sites, three_examples
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
 from hf_dpgrape.record import privacy_record, read_record, refuse_changed_plan, write_record
-from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.subspace.parameters import Subspace, split_groups
 
 #: Log entries that are functions of private data without noise.
 _RAW_LOGS = {"loss": "non_private_loss", "train_loss": "non_private_train_loss"}
@@ -93,7 +92,7 @@ class DPGrapeMixin(_TrainerBase):
                 "known probability. Load it as a map-style dataset."
             )
         checked_sites(self.model)
-        PerSampleLoss(_head_of(self.model), self.compute_loss_func)
+        PerSampleLoss(head_of(self.model), self.compute_loss_func)
         groups = self._clip_groups()
         self.plan = self.args.make_plan(
             len(self.train_dataset),
@@ -189,7 +188,7 @@ class DPGrapeMixin(_TrainerBase):
         )
         if self.args.head_learning_rate is not None:
             own_rate = {id(weights[name]) for name in head}
-            _split_groups(self.optimizer, own_rate, self.args.head_learning_rate)
+            split_groups(self.optimizer, own_rate, self.args.head_learning_rate)
         self._subspace.adopt(self.optimizer)
         sites = checked_sites(self.model)
         self._private_step = PrivateStep(
@@ -200,7 +199,7 @@ class DPGrapeMixin(_TrainerBase):
             head=head,
             source=self._source,
         )
-        self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
+        self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
         self._inner_optimizer = self.optimizer
         if distributed.is_available() and distributed.is_initialized():
             for parameter in self.model.parameters():
@@ -209,7 +208,7 @@ class DPGrapeMixin(_TrainerBase):
 
     def _layouts(self, sites: list[Site]) -> Layouts:
         """How the model's layers see the batch, observed on three training examples."""
-        self._per_sample_loss = PerSampleLoss(_head_of(self.model), self.compute_loss_func)
+        self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
         batches = self._logical_batches()
         examples = three_examples(batches.examples, num_tokens)
         return checked_layouts(
@@ -375,7 +374,7 @@ class DPGrapeMixin(_TrainerBase):
             self.privacy_record(),
             model_name=model_name or folder.name,
             base_model=base if base and not os.path.isdir(base) else None,
-            metrics=dict(_last_metrics(self.state.log_history)),
+            metrics=last_evaluation(self.state.log_history),
             language=language,
             license=license,
             tags=[tags] if isinstance(tags, str) else tags,
@@ -385,29 +384,3 @@ class DPGrapeMixin(_TrainerBase):
 
 class DPGrapeTrainer(DPGrapeMixin, Trainer):
     """`transformers.Trainer` that trains privately; see `DPGrapeMixin` for what differs."""
-
-
-def _head_of(model: nn.Module) -> nn.Module:
-    """The model that has the task head: the base model of a PEFT model, else itself."""
-    base = getattr(model, "get_base_model", None)
-    return base() if callable(base) else model
-
-
-def _split_groups(optimizer: torch.optim.Optimizer, own_rate: set[int], rate: float) -> None:
-    """Gives the parameters with these ids groups of their own, with another learning rate."""
-    groups = []
-    for group in optimizer.param_groups:
-        inside = [p for p in group["params"] if id(p) in own_rate]
-        outside = [p for p in group["params"] if id(p) not in own_rate]
-        groups += [{**group, "params": outside}] if outside else []
-        groups += [{**group, "params": inside, "lr": rate}] if inside else []
-    optimizer.param_groups[:] = groups
-
-
-def _last_metrics(log_history: list[dict[str, float]]) -> Iterator[tuple[str, float]]:
-    """Quality metrics of the last evaluation: no times, rates or counts."""
-    logs = [log for log in log_history if any(key.startswith("eval_") for key in log)]
-    for key, value in (logs[-1] if logs else {}).items():
-        name = key.removeprefix("eval_")
-        if key.startswith("eval_") and not name.endswith(("runtime", "per_second")):
-            yield name, value
