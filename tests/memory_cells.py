@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import transformers
+
 from hf_dpgrape.memory.account import predict
 from hf_dpgrape.memory.setting import Setting
 

@@ -25,8 +25,8 @@ def table() -> str:
     refused = "; ".join(f"{name} ({reason})" for name, reason in REFUSED.items())
     lines += [
         "",
-        f"{len(exact)} families. Dropout and gradient checkpointing (off, reentrant, not reentrant) "
-        f"are tested on {', '.join(named)}. Refused by name: {refused}.",
+        f"{len(exact)} families. Dropout and gradient checkpointing (off, reentrant, not "
+        f"reentrant) are tested on {', '.join(named)}. Refused by name: {refused}.",
     ]
     return "\n".join(lines)
 

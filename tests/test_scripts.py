@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_dpgrape.presets import parse_arguments, preset_arguments
 
 ROOT = Path(__file__).parents[1]
-WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z".split()
+WORDS = list("abcdefghijklmnopqrstuvwxyz")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -268,5 +269,8 @@ def with_lora(model: nn.Module, setting: Setting) -> nn.Module:
     import peft
 
     config = peft.LoraConfig(r=setting.rank, target_modules="all-linear")
-    adapted: nn.Module = peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.24 has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted.train()

@@ -142,6 +142,9 @@ class _GpuKernels(TorchFunctionMode):
     ) -> Any:
         """Replaces the two functions; everything else passes."""
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            with self:  # a mode is off while it handles a call, and checkpoints run layers again
+                return torch.autograd.backward(*args, **kwargs)
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
