@@ -22,10 +22,15 @@ Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
 
 def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy over a sample's own labels: logits (B, T, V), labels (B, T) -> (B,)."""
-    if logits.shape[1] > labels.shape[1]:  # virtual tokens of prompt tuning come first
-        labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
-    return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
+    )
+    return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def _aligned(labels: Tensor, logits: Tensor) -> Tensor:
+    """Labels for all positions of the logits: virtual tokens of prompt tuning come first."""
+    return F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
@@ -36,12 +41,15 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 def causal_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
     """Next-token prediction: logits at t against the label at t + 1."""
     logits = _at_least_float32(outputs.logits)
-    return _mean_over_labels(logits[:, :-1], labels["labels"][:, 1:])
+    # The labels are shifted, not the logits: a slice of those would be a copy.
+    following = F.pad(_aligned(labels["labels"], logits)[:, 1:], (0, 1), value=IGNORED)
+    return _mean_over_labels(logits, following)
 
 
 def token_level(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
     """One label per position: masked LM, token classification."""
-    return _mean_over_labels(_at_least_float32(outputs.logits), labels["labels"])
+    logits = _at_least_float32(outputs.logits)
+    return _mean_over_labels(logits, _aligned(labels["labels"], logits))
 
 
 def seq2seq_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:

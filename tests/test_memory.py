@@ -39,12 +39,22 @@ def assert_same(predicted: Any, real: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "device"), [*((cell, "cpu") for cell in CELLS), ("roberta-checkpointing", "gpu")]
+    ("cell", "device"),
+    [
+        ("roberta-checkpointing", "gpu"),
+        ("gpt2-bfloat16", "cpu"),
+        *(
+            pytest.param(cell, "cpu", marks=pytest.mark.slow)
+            for cell in CELLS
+            if cell != "gpt2-bfloat16"
+        ),
+    ],
 )
 def test_a_real_private_step_takes_what_is_predicted(cell: str, device: str) -> None:
     assert_same(*both(cell, "dp-grape", device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "dp-grape"])
 def test_so_does_a_real_step_of_the_other_methods(method: str) -> None:
     if method == "lora":
@@ -54,8 +64,9 @@ def test_so_does_a_real_step_of_the_other_methods(method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set from /proc")
-@pytest.mark.parametrize("method", ["dp-grape", "dp-adam"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "method"), [*((cell, "dp-grape") for cell in CELLS), ("roberta", "dp-adam")]
+)
 def test_a_real_process_grows_by_what_is_predicted(cell: str, method: str) -> None:
     (account,) = memory_cells.accounts(cell, [method], device="cpu", without_storage=True)
     words = [sys.executable, "-W", "ignore", memory_cells.__file__, cell, method]
@@ -100,6 +111,7 @@ def test_parts_that_can_be_counted_by_hand() -> None:
     assert account.parts["optimizer state"] == 2 * 4 * floats + 4 * num_counters
 
 
+@pytest.mark.slow
 def test_memory_falls_where_it_should() -> None:
     def peak(method: str = "dp-grape", **changes: Any) -> int:
         found = memory_cells.accounts(

@@ -224,8 +224,7 @@ def _bare_problem(site: Site, forward: Forward) -> str:
     was and the second's must become what it is when the tensor itself is shifted.
     """
     own = {local: site.module.get_parameter(local).detach() for local in site.tensors}
-    shifts = {local: 0.1 * torch.ones_like(value) for local, value in own.items()}
-    shifted = {local: own[local] + shifts[local] for local in own}
+    shifted = {local: value + 1 for local, value in own.items()}
     with torch.no_grad():
         plain = forward([0, 1])
         with _values(site, shifted):

@@ -147,6 +147,7 @@ class PrivateStep:
                 f"The plan's {plan.num_steps} steps are done; another step would spend more than "
                 f"epsilon={plan.epsilon():.4g}. Plan a longer run from the start."
             )
+        self._subspace.set_gradients({})  # the last step's are not needed beside this one's
         groups = self._groups_at(step)
         names = frozenset(name for group in groups.values() for name in group)
         sums = self._subspace.zero_sums(names)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         load_config(arguments.model), setting, task=arguments.task, methods=methods
     )
     rows = [(METHODS[account.method], account.to_dict()) for account in accounts]
-    title = describe(arguments.model, setting)
+    title = describe(Path(arguments.model).name, setting)
     if arguments.plot:
         plot(rows, title, arguments.plot)
     if arguments.json:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,33 +128,31 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _GpuKernels(TorchFunctionMode):
-    """Runs dropout and attention so that backward keeps what it keeps on a GPU.
+def _gpu_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout that keeps one byte per element, and not a factor in the element's own dtype."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
-    There, dropout keeps one byte per element (on a CPU: a factor in the element's own dtype), and
-    attention with dropout keeps no probabilities. Without dropout a CPU's attention does not
-    either, so it stands for the GPU's.
+
+@contextmanager
+def _gpu_kernels() -> Iterator[None]:
+    """Dropout and attention keep for backward what they keep on a GPU.
+
+    There, attention with dropout keeps no probabilities. A CPU's attention does not either if
+    there is no dropout, so it stands for the GPU's.
     """
+    # Attributes and not a `TorchFunctionMode`, which is off while backward runs layers again.
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Replaces the two functions; everything else passes."""
-        kwargs = kwargs or {}
-        if func is Tensor.backward:
-            with self:  # a mode is off while it handles a call, and checkpoints run layers again
-                return torch.autograd.backward(*args, **kwargs)
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
-        return func(*args, **kwargs)
+    def gpu_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return attention(*args[:4], **{**kwargs, "dropout_p": 0.0})
 
-    @staticmethod
-    def _dropout(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+    F.dropout, F.scaled_dot_product_attention = _gpu_dropout, gpu_attention
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = dropout, attention
 
 
 @contextmanager
@@ -171,7 +168,7 @@ def world(*, without_storage: bool, gpu_kernels: bool) -> Iterator[None]:
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
         if gpu_kernels:
-            stack.enter_context(_GpuKernels())
+            stack.enter_context(_gpu_kernels())
         yield
 
 
