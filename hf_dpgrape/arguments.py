@@ -204,7 +204,15 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def _refuse_what_breaks_privacy(self) -> None:
         """One sentence for each argument under which the guarantee would not hold."""
-        refusals = {
+        refusals = {**self._mechanism_refusals(), **self._system_refusals()}
+        for name, (is_set, reason) in refusals.items():
+            if is_set:
+                came = _word(getattr(self, name))
+                raise ValueError(f"`{name}={came}` is not possible in private training: {reason}.")
+
+    def _mechanism_refusals(self) -> dict[str, tuple[bool, str]]:
+        """Arguments that change sampling, clipping or a sample's loss: whether set, why not."""
+        return {
             "fp16": (
                 self.fp16,
                 "loss scaling reacts to overflow in private gradients; use `bf16=True`",
@@ -236,6 +244,11 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 self.neftune_noise_alpha is not None,
                 "its noise is scaled by the padded length, which depends on other examples",
             ),
+        }
+
+    def _system_refusals(self) -> dict[str, tuple[bool, str]]:
+        """Arguments about devices, kernels, optimizers and reports: whether set, why not."""
+        return {
             "deepspeed": (self.deepspeed is not None, "sharded gradients are not supported"),
             "fsdp": (bool(self.fsdp), "sharded gradients are not supported"),
             "torch_compile": (
@@ -265,10 +278,6 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "with `accelerate launch` or set CUDA_VISIBLE_DEVICES to one device",
             ),
         }
-        for name, (is_set, reason) in refusals.items():
-            if is_set:
-                came = _word(getattr(self, name))
-                raise ValueError(f"`{name}={came}` is not possible in private training: {reason}.")
 
     def _refuse_what_a_launcher_set(self) -> None:
         """The same refusals where `accelerate launch` decides by environment variables."""
