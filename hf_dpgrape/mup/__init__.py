@@ -1,0 +1,1 @@
+"""Width rules: what changes from a narrow tuned model to a wide one when the noise dominates."""
