@@ -94,30 +94,54 @@ def question_answering(outputs: Any, labels: Mapping[str, Tensor], config: Any) 
     return total / 2  # type: ignore[no-any-return]
 
 
-#: Loss of each task, by the class names that transformers' auto classes know.
-_TASKS: tuple[tuple[Mapping[str, Any], Loss], ...] = (
-    (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, sequence_classification),
-    (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, sequence_classification),
-    (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES, sequence_classification),
-    (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, token_level),
-    (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, question_answering),
-    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, causal_lm),
-    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level),
-    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, seq2seq_lm),
-    (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, seq2seq_lm),
+#: Loss and the Hub's name of each task, by the class names that transformers' auto classes know.
+_TASKS: tuple[tuple[Mapping[str, Any], Loss, str], ...] = (
+    (
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        sequence_classification,
+        "text-classification",
+    ),
+    (
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        sequence_classification,
+        "image-classification",
+    ),
+    (
+        auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+        sequence_classification,
+        "audio-classification",
+    ),
+    (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, token_level, "token-classification"),
+    (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, question_answering, "question-answering"),
+    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, causal_lm, "text-generation"),
+    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level, "fill-mask"),
+    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, seq2seq_lm, "text2text-generation"),
+    (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, seq2seq_lm, "automatic-speech-recognition"),
 )
 
 _LABELS = ("labels", "start_positions", "end_positions")
 
 
-def loss_of(model: nn.Module) -> Loss | None:
-    """The per-sample loss of a model's task head; None if its class has none."""
+def _task_of(model: nn.Module) -> tuple[Loss, str] | None:
+    """Loss and name of the task of a model's head; None if its class has none."""
     name = type(model).__name__
-    for names, loss in _TASKS:
+    for names, loss, task in _TASKS:
         for value in names.values():
             if name == value or (isinstance(value, tuple) and name in value):
-                return loss
+                return loss, task
     return None
+
+
+def loss_of(model: nn.Module) -> Loss | None:
+    """The per-sample loss of a model's task head; None if its class has none."""
+    found = _task_of(model)
+    return found and found[0]
+
+
+def task_name_of(model: nn.Module) -> str:
+    """What the Hub calls the task of a model's head, as "text-classification"."""
+    found = _task_of(model)
+    return found[1] if found else "other"
 
 
 def head_of(model: nn.Module) -> nn.Module:

@@ -90,6 +90,7 @@ def render_card(
     record: Mapping[str, Any],
     *,
     model_name: str,
+    task: str,
     base_model: str | None = None,
     metrics: Mapping[str, float] | None = None,
     limits: tuple[str, ...] = (),
@@ -100,6 +101,7 @@ def render_card(
     Args:
         record: what `privacy_record` returned.
         model_name: title of the card.
+        task: what the Hub calls the model's task.
         base_model: what was fine-tuned, if it has a name.
         metrics: evaluation metrics; they are not training losses and go into the metadata as
             `EvalResult`s.
@@ -110,7 +112,7 @@ def render_card(
     tags = ["differential-privacy", "dp-grape", *(metadata.pop("tags", None) or [])]
     results = [
         EvalResult(
-            task_type="text-classification",
+            task_type=task,
             dataset_type="evaluation",
             dataset_name="evaluation set of the run",
             metric_type=name,
@@ -122,6 +124,7 @@ def render_card(
         model_name=model_name,
         base_model=base_model,
         library_name="transformers",
+        pipeline_tag=None if task == "other" else task,
         tags=tags,
         eval_results=results or None,
         **metadata,

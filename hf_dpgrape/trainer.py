@@ -20,7 +20,7 @@ from hf_dpgrape.capture.sites import Site
 from hf_dpgrape.data import LogicalBatches, num_tokens
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
-from hf_dpgrape.losses import PerSampleLoss, head_of
+from hf_dpgrape.losses import PerSampleLoss, head_of, task_name_of
 from hf_dpgrape.model_card import last_evaluation, render_card
 from hf_dpgrape.preflight import checked_layouts, checked_sites, three_examples
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
@@ -373,6 +373,7 @@ class DPGrapeMixin(_TrainerBase):
         card = render_card(
             self.privacy_record(),
             model_name=model_name or folder.name,
+            task=task_name_of(head_of(self.model)),
             base_model=base if base and not os.path.isdir(base) else None,
             metrics=last_evaluation(self.state.log_history),
             language=language,

@@ -27,7 +27,8 @@ for module in model.modules():
 arguments = DPGrapeTrainingArguments(
     output_dir=folder, noise_multiplier=sigma, allow_zero_noise=True, target_delta=1e-3,
     per_device_train_batch_size=4, expected_batch_size=NUM_EXAMPLES, max_steps=3, rank=5,
-    optim="sgd", learning_rate=0.05, lr_scheduler_type="constant", report_to=[], save_strategy="no", disable_tqdm=True,
+    optim="sgd", learning_rate=0.05, lr_scheduler_type="constant", report_to=[],
+    save_strategy="no", disable_tqdm=True,
     use_cpu=True, bf16_weights=bf16, dataloader_pin_memory=False,
 )
 trainer = DPGrapeTrainer(

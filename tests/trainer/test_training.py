@@ -374,7 +374,7 @@ def test_record_and_card(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     text = json.dumps(record)
     assert "loss" not in text and str(trainer.args.unsafe_test_seed) not in text
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "Training Loss" not in card
+    assert "Training Loss" not in card and "pipeline_tag: text-classification" in card
     assert f"**{record['epsilon']:.4g}**" in card and "add or remove one" in card
 
 
