@@ -20,6 +20,10 @@ _NUM_CANDIDATES = 256
 #: Relative deviation of a loss that kernels for different shapes explain, in 16 and in 32 bits.
 _LOSS_TOLERANCES = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-6}
 
+#: Options of models that draw one random number for all samples of a batch. Which samples share it
+#: would depend on who else was drawn, so masks could not be coupled record by record.
+_SHARED_RANDOMNESS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment")
+
 #: Runs the model on collated inputs; one loss per example.
 Losses = Callable[[Any], Tensor]
 
@@ -38,7 +42,8 @@ def checked_sites(model: nn.Module) -> list[Site]:
     """Sites of all trainable tensors.
 
     Raises:
-        ValueError: a tensor or module cannot be trained exactly, or the weights are float16.
+        ValueError: a tensor or module cannot be trained exactly, the weights are float16, or the
+            model draws random numbers that samples share.
     """
     halves = [n for n, p in model.named_parameters() if p.dtype == torch.float16]
     if halves:
@@ -46,6 +51,14 @@ def checked_sites(model: nn.Module) -> list[Site]:
             f"Expected weights in float32 or bfloat16, got float16 (`{halves[0]}` and "
             f"{len(halves) - 1} more); load the model with `dtype=torch.float32`."
         )
+    config = getattr(model, "config", None)
+    for option in _SHARED_RANDOMNESS:
+        if getattr(config, option, None):
+            raise ValueError(
+                f"Expected `config.{option}` off, got {getattr(config, option)}: it draws one "
+                "random number for all samples of a batch, so one record would move others; set "
+                "it to 0 before building the model."
+            )
     sites, problems = sites_or_problems(model)
     refuse(model, problems)
     return sites

@@ -74,6 +74,7 @@ class DPGrapeMixin(_TrainerBase):
         )
         self._private_step: PrivateStep | None = None
         self._has_trained = False
+        self._was_given_optimizer = self.optimizer is not None
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
         if self.train_dataset is not None:
@@ -237,6 +238,11 @@ class DPGrapeMixin(_TrainerBase):
                 f"This trainer has already spent epsilon={spent:.4g} in {self.state.global_step} "
                 "steps; a second `train()` would spend more. Resume from a checkpoint with "
                 "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
+            )
+        if self._has_trained and self._was_given_optimizer:
+            raise ValueError(
+                "The optimizer that was passed belongs to the run before; resume with a new "
+                "trainer and a new optimizer."
             )
         if self._has_trained:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None

@@ -206,9 +206,8 @@ def checked(
     for tensor, rows in tensors:
         if not _fits(tensor, rows, batch_size):
             raise RuntimeError(
-                f"{label}: expected {rows or 'no'} row(s) per sample for a batch of {batch_size}, "
-                f"got a tensor of shape {tuple(tensor.shape)}; per-sample gradients cannot be "
-                "told apart."
+                f"{label}: expected {rows} row(s) per sample, as when the model was inspected, got "
+                "another number; per-sample gradients cannot be told apart."
             )
     return layout
 

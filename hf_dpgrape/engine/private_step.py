@@ -206,6 +206,7 @@ def check_losses(losses: Tensor, num_samples: int) -> None:
     """Refuses anything that is not one loss per sample."""
     if losses.shape != (num_samples,):
         raise ValueError(
-            f"The loss must be one value per sample, of shape ({num_samples},), got "
-            f"{tuple(losses.shape)}: compute it with `reduction='none'` and average within samples."
+            "The loss must be one value per sample, a vector as long as the batch, got a tensor of "
+            f"{losses.ndim} dimension(s) that is not: compute it with `reduction='none'` and "
+            "average within samples."
         )

@@ -520,6 +520,27 @@ def test_refuses_padding_that_is_not_masked(make_trainer: MakeTrainer) -> None:
         trainer.train()
 
 
+@pytest.mark.parametrize("option", ["layerdrop", "encoder_layerdrop", "apply_spec_augment"])
+def test_refuses_randomness_that_samples_share(make_trainer: MakeTrainer, option: str) -> None:
+    model = make_model("roberta", CLASSIFY).float()
+    setattr(model.config, option, 0.1)
+    with pytest.raises(ValueError, match=f"Expected `config.{option}` off"):
+        make_trainer(model=model)
+
+
+def test_given_optimizer_is_not_silently_replaced(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    model = make_model("roberta", CLASSIFY).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(
+        model=model, save_strategy="steps", save_steps=2, more={"optimizers": (optimizer, None)}
+    )
+    trainer.train()
+    with pytest.raises(ValueError, match="new trainer and a new optimizer"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
 def test_refuses_head_options_without_head(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match="name the head by `head_modules`"):
         make_trainer(head_only_steps=1)
