@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
+from hf_dpgrape.optimizers import MUON, OWN_OPTIMIZERS
 from hf_dpgrape.privacy.plan import (
     BODY,
     HEAD,
@@ -18,25 +19,9 @@ from hf_dpgrape.privacy.plan import (
     require_one_budget,
     steps_per_epoch,
 )
+from hf_dpgrape.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
 
 logger = logging.getLogger(__name__)
-
-#: Optimizers that keep weights of their own or need gradients of full size.
-_UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
-
-#: What `accelerate launch` may decide by environment variables: harmless values, reason.
-_LAUNCHER_REFUSALS = {
-    "ACCELERATE_MIXED_PRECISION": (
-        ("no", "bf16"),
-        "loss scaling reacts to overflow in private gradients; choose `bf16` or `no`",
-    ),
-    "ACCELERATE_USE_DEEPSPEED": (("no", "false", "0"), "sharded gradients are not supported"),
-    "ACCELERATE_USE_FSDP": (("no", "false", "0"), "sharded gradients are not supported"),
-    "ACCELERATE_DYNAMO_BACKEND": (
-        ("no",),
-        "the hooks that take per-sample gradients need eager mode",
-    ),
-}
 
 
 @dataclass
@@ -154,6 +139,24 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "noise and optimizer state stay in float32; updates are rounded stochastically."
         },
     )
+    muon_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "With `optim=muon`, learning rate of the matrices that Muon takes; the others "
+            "have `learning_rate`, which is also the default here."
+        },
+    )
+    dpmup_base_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder, config.json or Hub name of the narrow model on which the learning "
+            "rate was tuned: noise, clip shares and rates follow by DP-muP. No weights are read."
+        },
+    )
+    dpmup_base_rank: int | None = field(
+        default=None,
+        metadata={"help": "Rank of the projection in that tuning. Default: `rank`."},
+    )
     accountant: str = field(
         default="pld",
         metadata={"help": "pld (tight) or rdp (looser).", "choices": ["pld", "rdp"]},
@@ -171,6 +174,20 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "help": "Log the raw training loss as `non_private_loss`. It is NOT covered by epsilon."
         },
     )
+    num_tuning_trials: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many other runs on the same data led to these settings, for the record "
+            "and the card; each has spent an epsilon of its own. 0 for none. Default: not stated."
+        },
+    )
+    validation_data_is_private: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the evaluation data must be protected too, for the record and the "
+            "card: epsilon does not cover it. Default: not stated."
+        },
+    )
     unsafe_test_seed: int | None = field(
         default=None,
         metadata={
@@ -180,11 +197,12 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without model and data."""
+        own_optimizer = self.optim if self.optim in OWN_OPTIMIZERS else None
+        if own_optimizer:  # transformers does not know it by name
+            self.optim = OptimizerNames.ADAMW_TORCH
         super().__post_init__()  # type: ignore[no-untyped-call]
-        self._refuse_what_breaks_privacy()
-        self._refuse_what_a_launcher_set()
-        self._check_budget()
-        self._check_choices()
+        self.optim = own_optimizer or self.optim
+        self.check()
         if self.expected_batch_size is None:
             self.expected_batch_size = (
                 self.per_device_train_batch_size
@@ -202,94 +220,16 @@ class DPGrapeTrainingArguments(TrainingArguments):
         # Sampling is random anew at every step: there is nothing to skip in a resumed run.
         self.ignore_data_skip = True
 
-    def _refuse_what_breaks_privacy(self) -> None:
-        """One sentence for each argument under which the guarantee would not hold."""
-        refusals = {**self._mechanism_refusals(), **self._system_refusals()}
-        for name, (is_set, reason) in refusals.items():
-            if is_set:
-                came = _word(getattr(self, name))
-                raise ValueError(f"`{name}={came}` is not possible in private training: {reason}.")
+    def check(self) -> None:
+        """Refuses what would break the guarantee; again before each run, as arguments can change.
 
-    def _mechanism_refusals(self) -> dict[str, tuple[bool, str]]:
-        """Arguments that change sampling, clipping or a sample's loss: whether set, why not."""
-        return {
-            "fp16": (
-                self.fp16,
-                "loss scaling reacts to overflow in private gradients; use `bf16=True`",
-            ),
-            "max_grad_norm": (
-                self.max_grad_norm != 0,
-                "it clips the aggregate gradient; set it to 0 and use `l2_clip_norm` per example",
-            ),
-            "train_sampling_strategy": (
-                self.train_sampling_strategy != "random",
-                "the accounting needs Poisson sampling; leave it at 'random' (examples of "
-                "similar length are put together after sampling anyway)",
-            ),
-            "dataloader_drop_last": (
-                self.dataloader_drop_last,
-                "a Poisson sample has no incomplete batch to drop; leave it off",
-            ),
-            "auto_find_batch_size": (
-                self.auto_find_batch_size,
-                "a retry would spend privacy twice; lower `per_device_train_batch_size`, which "
-                "leaves the result unchanged",
-            ),
-            "label_smoothing_factor": (
-                self.label_smoothing_factor != 0,
-                "the Trainer's label smoothing averages over the batch; pass "
-                "`compute_loss_func` with a smoothed per-sample loss",
-            ),
-            "neftune_noise_alpha": (
-                self.neftune_noise_alpha is not None,
-                "its noise is scaled by the padded length, which depends on other examples",
-            ),
-        }
-
-    def _system_refusals(self) -> dict[str, tuple[bool, str]]:
-        """Arguments about devices, kernels, optimizers and reports: whether set, why not."""
-        return {
-            "deepspeed": (self.deepspeed is not None, "sharded gradients are not supported"),
-            "fsdp": (bool(self.fsdp), "sharded gradients are not supported"),
-            "torch_compile": (
-                self.torch_compile,
-                "the hooks that take per-sample gradients need eager mode",
-            ),
-            "use_liger_kernel": (
-                self.use_liger_kernel,
-                "fused kernels hide the layers whose gradients are taken",
-            ),
-            "include_num_input_tokens_seen": (
-                self.include_num_input_tokens_seen not in ("no", False),
-                "the number of tokens drawn reveals the sample",
-            ),
-            "debug": (
-                any("underflow" in _word(option) for option in self.debug),
-                "its reports print values of private activations",
-            ),
-            "optim": (
-                any(name in _word(self.optim) for name in _UNSUPPORTED_OPTIMIZERS),
-                "this optimizer keeps weights or projections of its own; use an ordinary one such "
-                "as adamw_torch or sgd, the projection is ours",
-            ),
-            "n_gpu": (
-                self.n_gpu > 1,
-                "several visible GPUs without a launcher make Trainer use nn.DataParallel; start "
-                "with `accelerate launch` or set CUDA_VISIBLE_DEVICES to one device",
-            ),
-        }
-
-    def _refuse_what_a_launcher_set(self) -> None:
-        """The same refusals where `accelerate launch` decides by environment variables."""
-        for name, (harmless, reason) in _LAUNCHER_REFUSALS.items():
-            came = os.environ.get(name, "no")
-            if name == "ACCELERATE_MIXED_PRECISION" and self.bf16:
-                came = "bf16"  # the argument wins over the launcher
-            if came.lower() not in harmless:
-                raise ValueError(
-                    f"The launcher set `{name}={came}`, which is not possible in private "
-                    f"training: {reason}."
-                )
+        Raises:
+            ValueError: in one sentence.
+        """
+        refuse_what_breaks_privacy(self)
+        refuse_what_a_launcher_set(self)
+        self._check_budget()
+        self._check_choices()
 
     def _check_choices(self) -> None:
         """Words from their lists, and numbers that have a sign."""
@@ -306,9 +246,33 @@ class DPGrapeTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`update_proj_gap` must be 0 (never) or positive, got {self.update_proj_gap}."
             )
+        if self.num_tuning_trials is not None and self.num_tuning_trials < 0:
+            raise ValueError(
+                f"`num_tuning_trials` must be 0 (none) or positive, got {self.num_tuning_trials}."
+            )
         if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
             raise ValueError(
                 f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
+            )
+        if self.muon_learning_rate is not None and self.optim_name != MUON:
+            raise ValueError(
+                f"`muon_learning_rate` needs `optim={MUON}`, got `optim={self.optim_name}`; use "
+                "`learning_rate`."
+            )
+        if self.dpmup_base_model is not None:
+            self._check_dpmup()
+
+    def _check_dpmup(self) -> None:
+        """What the derivation of DP-muP's rules takes for granted."""
+        if self.clipping != "automatic":
+            raise ValueError(
+                "`dpmup_base_model` needs `clipping=automatic`, at the proxy too: its rules hold a "
+                f"layer's signal at its share of the clip norm, got `clipping={self.clipping}`."
+            )
+        if self.head_clip_share is not None:
+            raise ValueError(
+                "`dpmup_base_model` sets every layer's share of the clip norm; leave out "
+                f"`head_clip_share`, got {self.head_clip_share}."
             )
 
     def _check_budget(self) -> None:
@@ -325,13 +289,23 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "below 1 / num_examples, for instance 1e-5 for 60,000 examples."
             )
 
+    @property
+    def optim_name(self) -> str:
+        """The optimizer as the user writes it."""
+        return str(getattr(self.optim, "value", self.optim))
+
     def steps_per_epoch(self, num_examples: int) -> int:
         """Optimizer steps after which every example was drawn about once."""
         assert self.expected_batch_size is not None
         return steps_per_epoch(num_examples, self.expected_batch_size)
 
     def make_plan(
-        self, num_examples: int, *, has_head: bool = False, layers: Sequence[str] = (BODY,)
+        self,
+        num_examples: int,
+        *,
+        has_head: bool = False,
+        layers: Sequence[str] = (BODY,),
+        clip_shares: Mapping[str, float] | None = None,
     ) -> PrivacyPlan:
         """The privacy plan of a run on `num_examples` examples; calibrates the noise.
 
@@ -340,6 +314,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
             has_head: whether some tensors form a head; `head_clip_share` and `head_only_steps`
                 need one.
             layers: names of the body's clip groups, all with the same share.
+            clip_shares: share of each clip group where something else decides, as DP-muP.
         """
         assert self.expected_batch_size is not None and self.target_delta is not None
         given = self.head_clip_share or self.head_only_steps or self.head_learning_rate
@@ -367,7 +342,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
             l2_clip_norm=self.l2_clip_norm,
             target_delta=self.target_delta,
             clipping=self.clipping,
-            clip_shares=shares,
+            clip_shares=clip_shares or shares,
             head_only_steps=self.head_only_steps,
             accountant=self.accountant,
         )
@@ -377,8 +352,3 @@ class DPGrapeTrainingArguments(TrainingArguments):
         if self.update_proj_gap is not None:
             return self.update_proj_gap
         return max(1, min(100, num_steps // 10))
-
-
-def _word(option: object) -> str:
-    """A choice as the user writes it; transformers keeps some as members of an enumeration."""
-    return str(getattr(option, "value", option))

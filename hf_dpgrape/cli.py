@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_budget(commands)
     _add_check(commands)
     add_memory(commands)
+    _add_report(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
@@ -64,10 +65,16 @@ def _add_budget(commands: Any) -> None:
     add("--target_epsilon", type=float, help="epsilon of the whole run, or:")
     add("--noise_multiplier", type=float, help="noise standard deviation over clip norm")
     add("--target_delta", type=float, required=True, help="delta; below 1 / num_examples")
+    add("--plot", metavar="FILE.png", help="also draw epsilon and noise (needs matplotlib)")
 
 
 def _budget(arguments: argparse.Namespace) -> int:
-    report = budget_report(arguments)
+    plans = _plans(arguments)
+    report = budget_report(plans)
+    if arguments.plot:
+        from hf_dpgrape.plots import plot_budget, save_figure  # matplotlib is optional
+
+        save_figure(plot_budget(plans["pld"], _budget_title(plans["pld"])), arguments.plot)
     if arguments.json:
         print(json.dumps(report, indent=2, allow_nan=False))
         return 0
@@ -81,8 +88,8 @@ def _budget(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def budget_report(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan of a run under both accountants, as plain data.
+def _plans(arguments: argparse.Namespace) -> dict[Accountant, PrivacyPlan]:
+    """The plan of a run, calibrated by each accountant.
 
     Raises:
         ValueError: the numbers describe no private run.
@@ -101,7 +108,7 @@ def budget_report(arguments: argparse.Namespace) -> dict[str, Any]:
         num_train_epochs=a.num_train_epochs or 0.0,
         max_steps=a.max_steps or -1,
     )
-    plans = {
+    return {
         accountant: PrivacyPlan.calibrated(
             target_epsilon=a.target_epsilon,
             noise_multiplier=a.noise_multiplier,
@@ -114,13 +121,17 @@ def budget_report(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         for accountant in get_args(Accountant)
     }
+
+
+def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:
+    """The plan of a run under both accountants, as plain data."""
     plan = plans["pld"]
     return {
         "num_examples": plan.num_examples,
         "expected_batch_size": plan.expected_batch_size,
         "sampling_prob": plan.sampling_prob,
         "steps_per_epoch": steps_per_epoch(plan.num_examples, plan.expected_batch_size),
-        "num_steps": num_steps,
+        "num_steps": plan.num_steps,
         "target_epsilon": plan.target_epsilon,
         "target_delta": plan.target_delta,
         "noise_multiplier": {name: p.noise_multiplier for name, p in plans.items()},
@@ -145,6 +156,13 @@ def _epochs(plan: PrivacyPlan) -> list[dict[str, Any]]:
         }
         for step in steps
     ]
+
+
+def _budget_title(plan: PrivacyPlan) -> str:
+    return (
+        f"{plan.num_examples:,} examples, {plan.expected_batch_size:,} per step expected, "
+        f"{plan.num_steps:,} steps, delta {plan.target_delta:g}"
+    )
 
 
 def _plan_table(report: dict[str, Any]) -> Table:
@@ -237,6 +255,30 @@ def _totals_table(report: ModelReport, has_loss: bool) -> Table:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
+
+
+# ---- report --------------------------------------------------------------------------------
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser("report", help="evaluation and epsilon over a run's steps")
+    report.set_defaults(run=_report)
+    add = report.add_argument
+    add("folder", metavar="FOLDER", help="output folder of a run, or one of its checkpoints")
+    add("--output", metavar="FILE", help="report.html in FOLDER (default), or a picture's name")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from hf_dpgrape.report import RunReport  # matplotlib is optional
+
+    report = RunReport(arguments.folder)
+    path = arguments.output or str(report.folder / "report.html")
+    report.write(path)
+    if arguments.json:
+        print(json.dumps({"file": path, "evaluations": report.rows()}, indent=2))
+    else:
+        Console().print(f"Written: {path}", soft_wrap=True, markup=False, highlight=False)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,26 +19,29 @@ _TEMPLATE = """\
 
 ## Privacy
 
-| | |
-|---|---|
-{% for name, value in facts -%}
-| {{ name }} | {{ value }} |
-{% endfor %}
+{{ table(facts) }}
+
 The same facts stand in `privacy.json` for programs.
 
+## Tuning and validation data
+
+{{ table(tuning) }}
+{% if dpmup %}
+## Width transfer (DP-muP)
+
+{{ table(dpmup) }}
+
+The tuning runs on the narrow model spend their own epsilon, which is not in the one above.
+{% endif %}
 ## Not guaranteed
 
 {% for line in limits -%}
 * {{ line }}
-{% endfor %}
-{% if results -%}
+{% endfor -%}
+{% if results %}
 ## Evaluation
 
-| metric | value |
-|---|---|
-{% for name, value in results -%}
-| {{ name }} | {{ value }} |
-{% endfor %}
+{{ table(results) }}
 {% endif -%}
 """
 
@@ -46,8 +50,15 @@ _LIMITS = (
     "covered by epsilon.",
     "Epsilon is that of this one run. Tuning runs on the same data spend their own.",
     "The number of training examples is treated as public.",
+    "Whatever was done to the data before training (a tokenizer or a vocabulary made from it, "
+    "selection, near duplicates) is not covered. One person's several examples are protected less.",
     "Floating-point and timing side channels are not covered.",
 )
+
+_NOT_STATED = "not stated"
+
+#: How many names a row of the card shows.
+_MAX_NAMES = 6
 
 
 def _shown(epsilon: float | None) -> str:
@@ -55,35 +66,139 @@ def _shown(epsilon: float | None) -> str:
     return "infinite (no privacy)" if epsilon is None else f"{epsilon:.4g}"
 
 
+def _by_accountant(by: Mapping[str, float | None]) -> str:
+    return f"PLD {_shown(by['pld'])}, RDP {_shown(by['rdp'])}"
+
+
+def _names(names: Sequence[str]) -> str:
+    """A list that stays readable."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    """A table of Markdown with two columns; text from outside cannot break its cells."""
+    lines = [
+        " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows
+    ]
+    return "\n".join(["| | |", "|---|---|", *(f"| {line} |" for line in lines)])
+
+
 def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The record as rows of a table."""
-    plan, by = record["plan"], record["epsilon_by_accountant"]
-    projection = record["projection"]
-    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items())
-    rank = projection["rank"]
+    plan = record["plan"]
     return [
         ("epsilon", f"**{_shown(record['epsilon'])}** at delta {record['target_delta']:g}"),
-        ("epsilon by accountant", f"PLD {_shown(by['pld'])}, RDP {_shown(by['rdp'])}"),
+        ("epsilon by accountant", _by_accountant(record["epsilon_by_accountant"])),
         ("unit of privacy", record["unit_of_privacy"]),
         ("neighboring relation", plan["neighboring_relation"].replace("_", " ")),
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
-        ("steps", f"{record['steps_done']} of {plan['num_steps']} planned"),
+        ("steps", _steps(record)),
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
         ("clip norm per example", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
-        ("clip groups", ", ".join(f"{g} {s:.4g}" for g, s in plan["clip_shares"].items())),
+        ("clip groups", _clip_groups(plan["clip_shares"])),
         ("head alone first", f"{plan['head_only_steps']} steps"),
         ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
-        (
-            "projection",
-            "none"
-            if not rank
-            else f"rank {rank}, {projection['num_projected']} of {projection['num_tensors']} "
-            f"tensors, new every {projection['update_proj_gap']} steps, public seed "
-            f"{projection['seed']}",
-        ),
-        ("randomness", projection["randomness"]),
-        ("versions", versions),
+        ("projection", _projection(record["projection"])),
+        ("randomness of noise and sampling", record["projection"]["randomness"]),
+        ("versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())),
     ]
+
+
+def _steps(record: Mapping[str, Any]) -> str:
+    done, planned = record["steps_done"], record["plan"]["num_steps"]
+    text = f"{done} of {planned} planned"
+    if record.get("steps_counted", done) != done:
+        text += f"; epsilon counts all {planned}, because results could decide when to stop"
+    return text
+
+
+def _clip_groups(shares: Mapping[str, float]) -> str:
+    if len(shares) > _MAX_NAMES:
+        least, most = min(shares.values()), max(shares.values())
+        return f"{len(shares)} groups, shares of the clip norm from {least:.4g} to {most:.4g}"
+    return ", ".join(f"{group} {share:.4g}" for group, share in shares.items())
+
+
+def _projection(projection: Mapping[str, Any]) -> str:
+    if not projection["rank"]:
+        return "none"
+    gap, whole = projection["update_proj_gap"], projection.get("unprojected_matrices", [])
+    return (
+        f"rank {projection['rank']}, entries of standard deviation {projection['scale']}, "
+        f"{_renewal(gap)}, public seed "
+        f"{projection['seed']}; {projection['num_projected']} of {projection['num_tensors']} "
+        f"tensors are projected. Not projected: tensors of one dimension"
+        f"{', ' + _names(whole) if whole else ''}"
+    )
+
+
+def _renewal(gap: int) -> str:
+    if gap <= 1:
+        return "new at every step" if gap else "never renewed"
+    return f"new every {gap} steps"
+
+
+def tuning_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Other runs on the same data, and the part that validation data had."""
+    tuning = record.get("tuning", {})
+    trials, is_private = tuning.get("num_tuning_trials"), tuning.get("validation_data_is_private")
+    chosen = tuning.get("chosen_by_validation_data") or ["nothing by the Trainer itself"]
+    rows = [
+        ("tuning trials on the same data", _NOT_STATED if trials is None else str(trials)),
+        (
+            "validation data",
+            _NOT_STATED if is_private is None else "private" if is_private else "public",
+        ),
+        ("chosen by validation data", ", ".join(chosen)),
+    ]
+    if runs := tuning.get("all_runs"):
+        spent = _by_accountant(runs["epsilon_by_accountant"])
+        rows.append(
+            (
+                f"all {runs['num_runs']} runs of this trainer together",
+                f"epsilon {spent} at delta {runs['target_delta']:g}, if the number of runs, their "
+                "noise, sampling and steps did not depend on results",
+            )
+        )
+    return rows
+
+
+def _dpmup_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """From which model settings were carried over; none without DP-muP."""
+    dpmup = record.get("dpmup")
+    if not dpmup:
+        return []
+    return [
+        ("tuned on", str(dpmup["base_model"])),
+        ("rule for optimizer", str(dpmup["optimizer"])),
+        ("noise multiplier there", f"{dpmup['proxy_noise_multiplier']:.6g}"),
+    ]
+
+
+def _is_private(record: Mapping[str, Any]) -> bool:
+    fixed = "NOT PRIVATE" in record["projection"]["randomness"]
+    return record["epsilon"] is not None and not fixed
+
+
+def _limits_of(record: Mapping[str, Any]) -> list[str]:
+    """What is not guaranteed in this run in particular."""
+    tuning, lines = record.get("tuning", {}), []
+    if chosen := tuning.get("chosen_by_validation_data"):
+        is_public = tuning["validation_data_is_private"] is False
+        lines.append(
+            f"Validation data decided about {' and '.join(chosen)}: "
+            + (
+                "they are stated to be public."
+                if is_public
+                else "if they are private, epsilon does not cover that choice."
+            )
+        )
+    if record.get("raw_metrics_were_logged"):
+        lines.append("Raw training losses were logged: who sees the logs is not bound by epsilon.")
+    if not _is_private(record):
+        lines.insert(0, "**This is a test or debugging run. It gives no privacy at all.**")
+    return lines
 
 
 def render_card(
@@ -120,10 +235,10 @@ def render_card(
         )
         for name, value in metrics.items()
     ]
+    metadata.setdefault("library_name", "transformers")
     data = ModelCardData(
         model_name=model_name,
         base_model=base_model,
-        library_name="transformers",
         pipeline_tag=None if task == "other" else task,
         tags=tags,
         eval_results=results or None,
@@ -132,24 +247,32 @@ def render_card(
     summary = (
         f"Fine-tuned with differential privacy by hf_dpgrape: (epsilon "
         f"{_shown(record['epsilon'])}, delta {record['target_delta']:g}) for each example."
+        if _is_private(record)
+        else "A test or debugging run of hf_dpgrape, **without any privacy**."
     )
     card: ModelCard = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
+        table=_table,
         title=model_name,
         summary=summary,
         facts=privacy_facts(record),
-        limits=[*_LIMITS, *limits],
+        tuning=tuning_facts(record),
+        dpmup=_dpmup_facts(record),
+        limits=[*_limits_of(record), *_LIMITS, *limits],
         results=[(name, f"{value:.4g}") for name, value in metrics.items()],
     )
     return card
 
 
-def last_evaluation(log_history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Quality metrics of the last evaluation in a Trainer's logs: no times, rates or counts."""
     logs = [log for log in log_history if any(key.startswith("eval_") for key in log)]
     return {
-        key.removeprefix("eval_"): value
+        key.removeprefix("eval_"): float(value)
         for key, value in (logs[-1] if logs else {}).items()
-        if key.startswith("eval_") and not key.endswith(("runtime", "per_second"))
+        if key.startswith("eval_")
+        and not key.endswith(("runtime", "per_second", "_time", "num_tokens"))
+        and isinstance(value, (int, float))
+        and math.isfinite(value)
     }

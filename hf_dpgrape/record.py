@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dpgrape.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from hf_dpgrape.subspace.projection import Projection
+
 
 #: File name of the record, in every checkpoint and in the output folder.
 RECORD_NAME = "privacy.json"
@@ -18,30 +22,62 @@ _PACKAGES = ("hf-dpgrape", "dp-accounting", "torch", "transformers")
 
 
 def privacy_record(
-    plan: PrivacyPlan, steps_done: int, projection: Mapping[str, Any]
+    plan: PrivacyPlan,
+    steps_done: int,
+    projection: Mapping[str, Any],
+    *,
+    steps_counted: int | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    raw_metrics_were_logged: bool = False,
+    dpmup: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Plan, steps done, epsilon and versions: public numbers only.
 
     Neither seeds of noise or sampling nor any loss or norm is in it.
+
+    Args:
+        plan: the run's plan.
+        steps_done: steps behind the present weights.
+        projection: what `projection_record` returned, and where randomness came from.
+        steps_counted: steps that epsilon counts, if more than those done: a run that results may
+            stop counts with all of its planned steps.
+        tuning: other runs, and choices by validation data.
+        raw_metrics_were_logged: whether `log_non_private_metrics` was set.
+        dpmup: what was transferred from a narrow model, if anything.
     """
+    counted = steps_done if steps_counted is None else steps_counted
     return {
-        "epsilon": _finite(plan.epsilon(steps_done)),
+        "epsilon": finite(plan.epsilon(counted)),
         "target_delta": plan.target_delta,
         "steps_done": steps_done,
+        "steps_counted": counted,
         "epsilon_by_accountant": {
-            "pld": _finite(plan.epsilon(steps_done, "pld")),
-            "rdp": _finite(plan.epsilon(steps_done, "rdp")),
+            "pld": finite(plan.epsilon(counted, "pld")),
+            "rdp": finite(plan.epsilon(counted, "rdp")),
         },
         "unit_of_privacy": "one example of the training set",
         "sampling": "Poisson",
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
         "projection": dict(projection),
+        "tuning": dict(tuning or {}),
+        "raw_metrics_were_logged": raw_metrics_were_logged,
+        **({"dpmup": dict(dpmup)} if dpmup else {}),
         "versions": {name: version(name) for name in _PACKAGES},
     }
 
 
-def _finite(epsilon: float) -> float | None:
+def projection_record(projections: Collection[Projection]) -> dict[str, Any]:
+    """How many tensors are projected, and the names of the matrices that are not."""
+    whole = [p for p in projections if p.side is None]
+    return {
+        "num_projected": len(projections) - len(whole),
+        "num_tensors": len(projections),
+        "unprojected_matrices": [p.name for p in whole if len(p.full_shape) > 1],
+    }
+
+
+def finite(epsilon: float) -> float | None:
     """Epsilon, or None if there is no guarantee: JSON has no infinity."""
     return epsilon if math.isfinite(epsilon) else None
 

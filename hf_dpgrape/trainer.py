@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +13,30 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, has_length
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.callbacks import show_epsilon
 from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.layout import Layouts
 from hf_dpgrape.capture.sites import Site
 from hf_dpgrape.data import LogicalBatches, num_tokens
+from hf_dpgrape.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
-from hf_dpgrape.losses import PerSampleLoss, head_of, task_name_of
-from hf_dpgrape.model_card import last_evaluation, render_card
+from hf_dpgrape.hub import PublishingMixin
+from hf_dpgrape.losses import PerSampleLoss, head_of
 from hf_dpgrape.preflight import checked_layouts, checked_sites, three_examples
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
-from hf_dpgrape.record import privacy_record, read_record, refuse_changed_plan, write_record
-from hf_dpgrape.subspace.parameters import Subspace, split_groups
+from hf_dpgrape.rates import own_optimizer, set_rates
+from hf_dpgrape.record import (
+    privacy_record,
+    projection_record,
+    read_record,
+    refuse_changed_plan,
+    write_record,
+)
+from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.tuning import TuningMixin
 
 #: Log entries that are functions of private data without noise.
 _RAW_LOGS = {"loss": "non_private_loss", "train_loss": "non_private_train_loss"}
@@ -39,7 +48,7 @@ else:
     _TrainerBase = object
 
 
-class DPGrapeMixin(_TrainerBase):
+class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -73,10 +82,12 @@ class DPGrapeMixin(_TrainerBase):
             unsafe_seed=None if fixed is None else fixed + self.args.process_index
         )
         self._private_step: PrivateStep | None = None
+        self._width_transfer: WidthTransfer | None = None
         self._has_trained = False
         self._was_given_optimizer = self.optimizer is not None
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
+        show_epsilon(self, lambda step: self.plan.epsilon(step) if self.plan else 0.0)
         if self.train_dataset is not None:
             self._make_plan()
 
@@ -94,16 +105,32 @@ class DPGrapeMixin(_TrainerBase):
             )
         checked_sites(self.model)
         PerSampleLoss(head_of(self.model), self.compute_loss_func)
-        groups = self._clip_groups()
+        if self.args.dpmup_base_model is not None:
+            proxy = self.dpmup_proxy(self.args.dpmup_base_model)
+            self._width_transfer = resolve(self.args, self.model, proxy, self._head())
+        width = self._width_transfer
         self.plan = self.args.make_plan(
             len(self.train_dataset),
             has_head=bool(self._head()),
-            layers=sorted(set(groups.values()) - {HEAD}),
+            layers=sorted(set(self._clip_groups().values()) - {HEAD}),
+            clip_shares=None if width is None else width.rules.clip_shares,
         )
         return self.plan
 
+    def dpmup_proxy(self, base_model: str) -> nn.Module:
+        """The narrow model that was tuned, of which only shapes are used.
+
+        Override it for a model that is not transformers' own.
+
+        Args:
+            base_model: the argument `dpmup_base_model`.
+        """
+        return proxy_of(self.model, base_model)
+
     def _clip_groups(self) -> dict[str, str]:
         """The clip group of every trainable tensor: the head's own, and the body's one or many."""
+        if self._width_transfer is not None:
+            return self._width_transfer.clip_groups
         head = self._head() if self.args.head_clip_share is not None else frozenset()
         per_layer = self.args.clip_grouping == "layer"
         return {
@@ -168,8 +195,10 @@ class DPGrapeMixin(_TrainerBase):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, made to step in the subspace; and the private step."""
-        super().create_optimizer(model)
         assert self.plan is not None
+        if self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = own_optimizer(self.args, self.plan)
+        super().create_optimizer(model)
         head = self._head()
         weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         projections = make_projections(
@@ -187,9 +216,7 @@ class DPGrapeMixin(_TrainerBase):
             moments=self.args.refresh_moments,  # type: ignore[arg-type]
             seed=self.args.seed,
         )
-        if self.args.head_learning_rate is not None:
-            own_rate = {id(weights[name]) for name in head}
-            split_groups(self.optimizer, own_rate, self.args.head_learning_rate)
+        set_rates(self.args, self.optimizer, self.model, projections, head, self._width_transfer)
         self._subspace.adopt(self.optimizer)
         sites = checked_sites(self.model)
         self._private_step = PrivateStep(
@@ -246,7 +273,9 @@ class DPGrapeMixin(_TrainerBase):
             )
         if self._has_trained:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None
+        self._begin_run()
         output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._end_run()
         if not self.args.log_non_private_metrics:
             output = output._replace(training_loss=float("nan"))
         return output
@@ -313,7 +342,6 @@ class DPGrapeMixin(_TrainerBase):
     def privacy_record(self) -> dict[str, Any]:
         """What `privacy.json` says about the model as it is now."""
         assert self.plan is not None
-        projections = self._subspace.projections.values()
         return privacy_record(
             self.plan,
             self.state.global_step,
@@ -321,13 +349,18 @@ class DPGrapeMixin(_TrainerBase):
                 "rank": self.args.rank,
                 "scale": self.args.projection_scale,
                 "update_proj_gap": self.args.refresh_gap(self.plan.num_steps),
-                "num_projected": sum(p.side is not None for p in projections),
-                "num_tensors": len(projections),
+                **projection_record(self._subspace.projections.values()),
                 "seed": self.args.seed,
                 "randomness": "generators seeded by the operating system"
                 if self._source.is_secret
                 else "FIXED TEST SEED: NOT PRIVATE",
             },
+            steps_counted=self._steps_counted(),
+            tuning=self.tuning_record(),
+            raw_metrics_were_logged=self.args.log_non_private_metrics,
+            dpmup=None
+            if self._width_transfer is None
+            else self._width_transfer.record(self.plan.noise_multiplier),
         )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -335,12 +368,6 @@ class DPGrapeMixin(_TrainerBase):
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self._private_step is not None:
             write_record(self._folder(output_dir), self.privacy_record())
-
-    def _folder(self, output_dir: str | None = None) -> Path:
-        """Where to write: the given folder, else `args.output_dir`."""
-        folder = output_dir or self.args.output_dir
-        assert folder is not None
-        return Path(folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves nothing: the generators are secret, and tell how many examples were drawn."""
@@ -354,39 +381,6 @@ class DPGrapeMixin(_TrainerBase):
         plan = self._make_plan()
         refuse_changed_plan(read_record(resume_from_checkpoint), plan)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def create_model_card(  # type: ignore[override]
-        self,
-        language: Any = None,
-        license: str | None = None,
-        tags: Any = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Writes the privacy card as `README.md` into the output folder.
-
-        Takes the Trainer's arguments; those about the training data set's name are not used, as
-        the card tells nothing about private data that is not in the privacy record.
-        """
-        if not self.is_world_process_zero():
-            return
-        if self._private_step is None:
-            raise ValueError("The card describes a trained model; call `train()` first.")
-        folder = self._folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        base = finetuned_from or getattr(self.model.config, "_name_or_path", "") or None
-        card = render_card(
-            self.privacy_record(),
-            model_name=model_name or folder.name,
-            task=task_name_of(head_of(self.model)),
-            base_model=base if base and not os.path.isdir(base) else None,
-            metrics=last_evaluation(self.state.log_history),
-            language=language,
-            license=license,
-            tags=[tags] if isinstance(tags, str) else tags,
-        )
-        card.save(folder / "README.md")
 
 
 class DPGrapeTrainer(DPGrapeMixin, Trainer):

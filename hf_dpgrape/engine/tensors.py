@@ -23,11 +23,15 @@ def newly_initialized(model: nn.Module) -> frozenset[str]:
     Empty for a model that was not loaded from a checkpoint at all: then no part of it is fresher
     than the rest.
     """
-    parameters = dict(model.named_parameters())
-    loaded = {n for n, p in parameters.items() if getattr(p, _LOADED_FLAG, False)}
+    loaded = loaded_tensors(model)
     if not loaded:
         return frozenset()
-    return frozenset(n for n, p in parameters.items() if p.requires_grad and n not in loaded)
+    return frozenset(n for n, p in model.named_parameters() if p.requires_grad and n not in loaded)
+
+
+def loaded_tensors(model: nn.Module) -> frozenset[str]:
+    """Tensors that came from a checkpoint; empty for a model made from a configuration."""
+    return frozenset(n for n, p in model.named_parameters() if getattr(p, _LOADED_FLAG, False))
 
 
 def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:

@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hf_dpgrape.plots import new_figure, save_figure
+
 #: Order in which parts are stacked.
 _PARTS = (
     "weights",
@@ -116,11 +118,7 @@ def plot(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: str) -> N
     Raises:
         ValueError: matplotlib is not installed, or there is no such folder or format.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("`plot` needs matplotlib; install `hf-dpgrape[plots]`.") from error
-    figure = Figure(figsize=(9, 1.6 + 0.7 * len(rows)), layout="constrained")
+    figure = new_figure(9, 1.6 + 0.7 * len(rows))
     axes = figure.add_subplot()
     labels = [label for label, _ in rows]
     left = [0.0] * len(rows)
@@ -136,7 +134,4 @@ def plot(rows: Sequence[tuple[str, dict[str, Any]]], title: str, path: str) -> N
     axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ValueError(f"`plot`={path!r} cannot be written ({error.strerror}).") from error
+    save_figure(figure, path)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
 import dp_accounting
@@ -31,25 +31,36 @@ _LEAST_NOISE, _MOST_NOISE = 0.01, 2.0**20
 _POINTS_PER_STDDEV, _MAX_POINTS = 64, 2**18
 
 
-def _grid_interval(noise_multiplier: float, sampling_prob: float, num_steps: int) -> float:
+#: A run as the accountants see it: noise multiplier, sampling probability, number of steps.
+Run = tuple[float, float, int]
+
+
+def _grid_interval(runs: Sequence[Run]) -> float:
     """Width of the grid on which privacy losses are discretized.
 
     Any width gives an upper bound (Doroshenko et al. 2022, arXiv 2207.04380), but a fixed one
     cannot serve: 1e-4 exceeds a whole step's loss under much noise, so that the bound grows past
     the Renyi one, and takes gigabytes under little noise. Here it follows the standard deviation of
-    a step's loss, as far as the number of points allows. It falls with the noise, grows with the
-    steps, and is a power of two: a coarser grid is then part of a finer one, so that epsilon stays
-    monotone in both.
+    a step's loss (the smallest, if runs differ), as far as the number of points allows. It falls
+    with the noise, grows with the steps, and is a power of two: a coarser grid is then part of a
+    finer one, so that epsilon stays monotone in both.
     """
-    sigma, q = noise_multiplier, sampling_prob
+    stddevs, reaches = zip(*(_loss_of_step(sigma, q) for sigma, q, _ in runs), strict=True)
+    variance = sum(steps * s**2 for s, (_, _, steps) in zip(stddevs, runs, strict=True))
+    width = 2 * max(0.0, *reaches) + 16 * math.sqrt(variance)
+    finest = max(min(stddevs) / _POINTS_PER_STDDEV, width / _MAX_POINTS)
+    return float(2.0 ** math.ceil(math.log2(finest)))
+
+
+def _loss_of_step(sigma: float, q: float) -> tuple[float, float]:
+    """Standard deviation of one step's privacy loss, and about the largest that it takes."""
     # Second moments of the loss log(1 + q (exp(L) - 1)): one for small losses, one for large.
     small = q * math.sqrt(math.expm1(min(sigma**-2, 700.0)))
     large = math.sqrt(q * (sigma**-2 + sigma**-4 / 4))
     stddev = min(small, large) if sigma**-2 < 700 else large
     largest = 0.5 / sigma**2 + 10 / sigma  # loss of an example that was drawn, 10 stddevs out
     reach = largest + math.log(q) if largest > 700 else math.log1p(q * math.expm1(largest))
-    width = 2 * max(reach, 0.0) + 16 * math.sqrt(num_steps) * stddev
-    return float(2.0 ** math.ceil(math.log2(max(stddev / _POINTS_PER_STDDEV, width / _MAX_POINTS))))
+    return stddev, reach
 
 
 def _fresh(accountant: Accountant, grid_interval: float) -> dp_accounting.PrivacyAccountant:
@@ -116,19 +127,40 @@ def epsilon(
         delta: the delta of the (epsilon, delta) statement.
         accountant: "pld" or "rdp".
     """
-    _check(sampling_prob, num_steps, delta, accountant)
-    if not noise_multiplier >= 0:
-        raise ValueError(f"`noise_multiplier` must be zero or more, got {noise_multiplier}.")
-    if num_steps == 0:
+    run = (noise_multiplier, sampling_prob, num_steps)
+    return composed_epsilon((run,), delta=delta, accountant=accountant)
+
+
+@functools.lru_cache(maxsize=256)
+def composed_epsilon(
+    runs: tuple[Run, ...], *, delta: float, accountant: Accountant = "pld"
+) -> float:
+    """Epsilon of several runs on the same data, whose noise and sampling may differ.
+
+    Guarantees:
+        An upper bound on what all their steps together spend, if the numbers of every run are
+        fixed beforehand.
+
+    Args:
+        runs: noise multiplier, sampling probability and number of steps of each.
+        delta: the delta of the (epsilon, delta) statement.
+        accountant: "pld" or "rdp".
+    """
+    for sigma, q, steps in runs:
+        _check(q, steps, delta, accountant)
+        if not sigma >= 0:
+            raise ValueError(f"`noise_multiplier` must be zero or more, got {sigma}.")
+    runs = tuple(run for run in runs if run[2] > 0)
+    if not runs:
         return 0.0
-    if noise_multiplier < _LEAST_NOISE:
+    if min(sigma for sigma, _, _ in runs) < _LEAST_NOISE:
         return math.inf
-    fresh = _fresh(accountant, _grid_interval(noise_multiplier, sampling_prob, num_steps))
-    event = dp_accounting.PoissonSampledDpEvent(
-        sampling_prob, dp_accounting.GaussianDpEvent(noise_multiplier)
-    )
+    fresh = _fresh(accountant, _grid_interval(runs))
     with _without_order_warnings():
-        fresh.compose(dp_accounting.SelfComposedDpEvent(event, num_steps))
+        for sigma, q, steps in runs:
+            release = dp_accounting.GaussianDpEvent(sigma)
+            event = dp_accounting.PoissonSampledDpEvent(q, release)
+            fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
         return float(fresh.get_epsilon(delta))
 
 

@@ -164,17 +164,6 @@ class Subspace:
         return lift
 
 
-def split_groups(optimizer: torch.optim.Optimizer, own_rate: set[int], rate: float) -> None:
-    """Gives the parameters with these ids groups of their own, with another learning rate."""
-    groups = []
-    for group in optimizer.param_groups:
-        inside = [p for p in group["params"] if id(p) in own_rate]
-        outside = [p for p in group["params"] if id(p) not in own_rate]
-        groups += [{**group, "params": outside}] if outside else []
-        groups += [{**group, "params": inside, "lr": rate}] if inside else []
-    optimizer.param_groups[:] = groups
-
-
 def _stand_in(weight: nn.Parameter, projection: Projection) -> nn.Parameter:
     """The weight itself if possible, else zeros of the projected shape in at least float32."""
     wide = weight.dtype in (torch.float32, torch.float64)

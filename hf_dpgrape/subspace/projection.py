@@ -73,6 +73,11 @@ class Projection:
         return torch.Size((rows, self.rank) if self.side == "right" else (self.rank, columns))
 
     @property
+    def entry_stddev(self) -> float:
+        """Standard deviation of P's entries, if there is a P."""
+        return self.rank**-0.5 if self.scale == "1/sqrt(r)" else 1 / self.rank
+
+    @property
     def matrix(self) -> Tensor:
         """P, float32, of shape (shrunk side, r)."""
         if self._matrix is None:
@@ -89,9 +94,8 @@ class Projection:
         # Drawn on the CPU, so that every device and process has the same P.
         generator = torch.Generator().manual_seed(public_seed)
         shrunk = columns if self.side == "right" else rows
-        stddev = self.rank**-0.5 if self.scale == "1/sqrt(r)" else 1 / self.rank
         drawn = torch.randn(shrunk, self.rank, generator=generator)
-        return drawn.mul_(stddev).to(self.device)
+        return drawn.mul_(self.entry_stddev).to(self.device)
 
     def refresh_(self, refresh_index: int) -> None:
         """Moves on to another P."""

@@ -1,0 +1,92 @@
+"""The optimizer that arguments ask for, and the learning rate of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpgrape.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.dpmup import WidthTransfer
+from hf_dpgrape.mup.shapes import hidden_matrices, layers_of
+from hf_dpgrape.optimizers import (
+    ADAMW_BC,
+    MUON,
+    AdamWBC,
+    MuonWithAdamW,
+    float_options,
+    muon_scale,
+    regroup,
+)
+from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.subspace.projection import Projection
+
+
+def own_optimizer(
+    args: DPGrapeTrainingArguments, plan: PrivacyPlan
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Class and arguments of an optimizer of this package; None for those of transformers."""
+    betas = (args.adam_beta1, args.adam_beta2)
+    if args.optim_name == MUON:
+        options = float_options(args.optim_args, ("momentum", "ns_steps"))
+        steps = int(options.pop("ns_steps", 5))
+        return MuonWithAdamW, {
+            "lr": args.learning_rate,
+            "betas": betas,
+            "eps": args.adam_epsilon,
+            "ns_steps": steps,
+            **options,
+        }
+    if args.optim_name == ADAMW_BC:
+        options = float_options(args.optim_args, ("floor",))
+        variance = (plan.noise_stddev / plan.expected_batch_size) ** 2
+        return AdamWBC, {
+            "lr": args.learning_rate,
+            "betas": betas,
+            "noise_variance": variance,
+            **options,
+        }
+    return None
+
+
+def set_rates(
+    args: DPGrapeTrainingArguments,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    projections: Mapping[str, Projection],
+    head: frozenset[str],
+    width_transfer: WidthTransfer | None,
+) -> None:
+    """Gives each weight the rate that head, Muon and the width ask for, before the first step.
+
+    Args:
+        args: the arguments.
+        optimizer: on the weights themselves.
+        model: whose weights they are.
+        projections: of every trainable tensor.
+        head: tensors with the head's rate.
+        width_transfer: DP-muP's rules, if any.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    is_muon = isinstance(optimizer, MuonWithAdamW)
+    hidden = hidden_matrices(model) - head if is_muon else frozenset()
+    layers = layers_of(model, hidden=hidden)
+    shapes = {name: layer.shape for layer in layers.values() for name in layer.tensors}
+
+    def settings(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
+        name = names[id(parameter)]
+        found = {"lr": group["lr"]}
+        if name in head and args.head_learning_rate is not None:
+            found["lr"] = args.head_learning_rate
+        if name in hidden:
+            shape = shapes[name]
+            scale = muon_scale(tuple(projections[name].shape), shape.n_out, shape.n_in)
+            found["lr"] = (args.muon_learning_rate or group["lr"]) * scale
+            found["use_muon"] = True
+        if width_transfer is not None:
+            found["lr"] *= width_transfer.rate_ratio(name)
+        return found
+
+    regroup(optimizer, settings)

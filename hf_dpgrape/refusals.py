@@ -1,0 +1,155 @@
+"""What private training refuses of transformers' arguments, one sentence each."""
+
+from __future__ import annotations
+
+import os
+
+from transformers import TrainingArguments
+
+#: Optimizers that keep weights of their own or need gradients of full size.
+_UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
+
+#: What `accelerate launch` may decide by environment variables: harmless values, reason.
+_LAUNCHER_REFUSALS = {
+    "ACCELERATE_MIXED_PRECISION": (
+        ("no", "bf16"),
+        "loss scaling reacts to overflow in private gradients; choose `bf16` or `no`",
+    ),
+    "ACCELERATE_USE_DEEPSPEED": (("no", "false", "0"), "sharded gradients are not supported"),
+    "ACCELERATE_USE_FSDP": (("no", "false", "0"), "sharded gradients are not supported"),
+    "ACCELERATE_DYNAMO_BACKEND": (
+        ("no",),
+        "the hooks that take per-sample gradients need eager mode",
+    ),
+}
+
+
+def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
+    """One sentence for each argument under which the guarantee would not hold."""
+    refusals = {**_mechanism_refusals(args), **_system_refusals(args), **_trl_refusals(args)}
+    for name, (is_set, reason) in refusals.items():
+        if is_set:
+            came = _word(getattr(args, name))
+            raise ValueError(f"`{name}={came}` is not possible in private training: {reason}.")
+
+
+def _mechanism_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Arguments that change sampling, clipping or a sample's loss: whether set, why not."""
+    return {
+        "fp16": (
+            args.fp16,
+            "loss scaling reacts to overflow in private gradients; use `bf16=True`",
+        ),
+        "max_grad_norm": (
+            args.max_grad_norm != 0,
+            "it clips the aggregate gradient; set it to 0 and use `l2_clip_norm` per example",
+        ),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy != "random",
+            "the accounting needs Poisson sampling; leave it at 'random' (examples of "
+            "similar length are put together after sampling anyway)",
+        ),
+        "dataloader_drop_last": (
+            args.dataloader_drop_last,
+            "a Poisson sample has no incomplete batch to drop; leave it off",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "a retry would spend privacy twice; lower `per_device_train_batch_size`, which "
+            "leaves the result unchanged",
+        ),
+        "label_smoothing_factor": (
+            args.label_smoothing_factor != 0,
+            "the Trainer's label smoothing averages over the batch; pass "
+            "`compute_loss_func` with a smoothed per-sample loss",
+        ),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha is not None,
+            "its noise is scaled by the padded length, which depends on other examples",
+        ),
+    }
+
+
+def _system_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Arguments about devices, kernels, optimizers and reports: whether set, why not."""
+    return {
+        "deepspeed": (args.deepspeed is not None, "sharded gradients are not supported"),
+        "fsdp": (bool(args.fsdp), "sharded gradients are not supported"),
+        "torch_compile": (
+            args.torch_compile,
+            "the hooks that take per-sample gradients need eager mode",
+        ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "fused kernels hide the layers whose gradients are taken",
+        ),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "the number of tokens drawn reveals the sample",
+        ),
+        "debug": (
+            any("underflow" in _word(option) for option in args.debug),
+            "its reports print values of private activations",
+        ),
+        "optim": (
+            any(name in _word(args.optim) for name in _UNSUPPORTED_OPTIMIZERS),
+            "this optimizer keeps weights or projections of its own; use an ordinary one such "
+            "as adamw_torch or sgd, the projection is ours",
+        ),
+        "hub_strategy": (
+            args.push_to_hub and "checkpoint" in _word(args.hub_strategy),
+            "optimizer state is not published; choose 'every_save' or 'end'",
+        ),
+        "n_gpu": (
+            args.n_gpu > 1,
+            "several visible GPUs without a launcher make Trainer use nn.DataParallel; start "
+            "with `accelerate launch` or set CUDA_VISIBLE_DEVICES to one device",
+        ),
+    }
+
+
+def _trl_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Arguments that only configurations of TRL have: whether set, why not."""
+    return {
+        "packing": (
+            getattr(args, "packing", False),
+            "a packed row holds several examples, but each must be clipped by itself; set it to "
+            "False",
+        ),
+        "padding_free": (
+            getattr(args, "padding_free", False),
+            "all examples of a batch would be one row, but each must be clipped by itself; set it "
+            "to False",
+        ),
+        "loss_type": (
+            getattr(args, "loss_type", "nll") != "nll",
+            "only the model's own loss is known per sample; choose 'nll', or pass "
+            "`compute_loss_func`",
+        ),
+        "router_aux_loss_coef": (
+            bool(getattr(args, "router_aux_loss_coef", None)),
+            "a loss that balances experts mixes the examples of a batch; leave it out",
+        ),
+        "activation_offloading": (
+            getattr(args, "activation_offloading", False),
+            "a private step does not apply it; use gradient checkpointing",
+        ),
+    }
+
+
+def refuse_what_a_launcher_set(args: TrainingArguments) -> None:
+    """The same refusals where `accelerate launch` decides by environment variables."""
+    for name, (harmless, reason) in _LAUNCHER_REFUSALS.items():
+        came = os.environ.get(name, "no")
+        if name == "ACCELERATE_MIXED_PRECISION" and args.bf16:
+            came = "bf16"  # the argument wins over the launcher
+        if came.lower() not in harmless:
+            raise ValueError(
+                f"The launcher set `{name}={came}`, which is not possible in private "
+                f"training: {reason}."
+            )
+
+
+def _word(option: object) -> str:
+    """A choice as the user writes it; transformers keeps some as members of an enumeration."""
+    return str(getattr(option, "value", option))
