@@ -15,6 +15,7 @@ from rich.table import Table
 from hf_dpgrape.memory.command import add_parser as add_memory
 from hf_dpgrape.privacy.accounting import Accountant
 from hf_dpgrape.privacy.plan import PrivacyPlan, planned_steps, steps_per_epoch
+from hf_dpgrape.widths.command import add_parsers as add_widths
 
 if TYPE_CHECKING:
     from hf_dpgrape.inspection import ModelReport
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     add_memory(commands)
     _add_report(commands)
+    add_widths(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

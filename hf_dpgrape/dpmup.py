@@ -220,7 +220,8 @@ def proxy_of(model: Any, base_model: str) -> nn.Module:
             f"{config.model_type!r}; name a narrow model of the same architecture."
         )
     config.num_labels = model.config.num_labels
-    config.tie_word_embeddings = model.config.tie_word_embeddings
+    if hasattr(model.config, "tie_word_embeddings"):
+        config.tie_word_embeddings = model.config.tie_word_embeddings
     with torch.device("meta"):
         return type(model)(config)
 
