@@ -96,7 +96,10 @@ def _print_transfer(report: TransferReport, output: str | None) -> None:
     noise = f"{target['noise_multiplier']:.6g}"
     spent.add_row("the run on the wide model", noise, f"{target['epsilon']:.4f}")
     spent.add_row("all of them together", "", f"{told['epsilon_of_all']:.4f}")
-    layers = Table("layers", "number", "clip share", "rate over the narrow one's", title="Layers")
+    layers = Table(title="Layers: number, share of the clip norm, rate over the narrow one's")
+    layers.add_column("first of its kind", overflow="fold")
+    for column in ("number", "clip share", "rate"):
+        layers.add_column(column, justify="right")
     for name, number, share, ratio in similar_layers(report.width):
         layers.add_row(name, str(number), f"{share:.5f}", f"{ratio:.5g}")
     console.print(spent, layers)
@@ -107,7 +110,7 @@ def _print_transfer(report: TransferReport, output: str | None) -> None:
     console.print("and train the wide one with the best rate, as it is:", style="bold")
     console.print(command_line(report.target_arguments()), soft_wrap=True, highlight=False)
     if output:
-        console.print(f"The second line is also the preset {output}.")
+        print(f"The second line is also the preset {output}.")
 
 
 # ---- coord-check ---------------------------------------------------------------------------
