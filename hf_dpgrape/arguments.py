@@ -14,6 +14,7 @@ from hf_dpgrape.optimizers import MUON, OWN_OPTIMIZERS
 from hf_dpgrape.privacy.plan import (
     BODY,
     HEAD,
+    LOSS,
     PrivacyPlan,
     planned_steps,
     require_one_budget,
@@ -174,6 +175,21 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "help": "Log the raw training loss as `non_private_loss`. It is NOT covered by epsilon."
         },
     )
+    private_loss_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share s of the clip norm for the training loss, which is then released with "
+            "the gradients, as `private_loss`, at no further epsilon; gradients keep sqrt(1 - s^2) "
+            "of the clip norm. 0.1 costs them half a percent. 0 releases no loss."
+        },
+    )
+    private_loss_bound: float = field(
+        default=5.0,
+        metadata={
+            "help": "With `private_loss_share`: an example's loss is clamped to this. The noise "
+            "grows with it; twice the loss of guessing, 2 ln(number of classes), mostly does."
+        },
+    )
     num_tuning_trials: int | None = field(
         default=None,
         metadata={
@@ -254,6 +270,15 @@ class DPGrapeTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
             )
+        if not 0 <= self.private_loss_share < 1:
+            raise ValueError(
+                "`private_loss_share` must be 0 (no loss is released) or between 0 and 1, got "
+                f"{self.private_loss_share}."
+            )
+        if not (self.private_loss_bound > 0 and math.isfinite(self.private_loss_bound)):
+            raise ValueError(
+                f"`private_loss_bound` must be positive and finite, got {self.private_loss_bound}."
+            )
         if self.muon_learning_rate is not None and self.optim_name != MUON:
             raise ValueError(
                 f"`muon_learning_rate` needs `optim={MUON}`, got `optim={self.optim_name}`; use "
@@ -323,11 +348,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "`head_learning_rate`, `head_clip_share` and `head_only_steps` need a head, but "
                 "the checkpoint had all of the model's tensors; name the head by `head_modules`."
             )
-        head_share = self.head_clip_share or 0.0
-        body_share = math.sqrt((1 - head_share**2) / len(layers))
-        shares = dict.fromkeys(layers, body_share)
-        if head_share:
-            shares[HEAD] = head_share
+        shares = self._with_loss(clip_shares or self._equal_shares(layers))
         return PrivacyPlan.calibrated(
             target_epsilon=self.target_epsilon,
             noise_multiplier=self.noise_multiplier,
@@ -342,10 +363,32 @@ class DPGrapeTrainingArguments(TrainingArguments):
             l2_clip_norm=self.l2_clip_norm,
             target_delta=self.target_delta,
             clipping=self.clipping,
-            clip_shares=clip_shares or shares,
+            clip_shares=shares,
             head_only_steps=self.head_only_steps,
+            private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
             accountant=self.accountant,
         )
+
+    def _equal_shares(self, layers: Sequence[str]) -> dict[str, float]:
+        """The head's share of the clip norm, if it has one, and equal ones for the body."""
+        head_share = self.head_clip_share or 0.0
+        shares = dict.fromkeys(layers, math.sqrt((1 - head_share**2) / len(layers)))
+        if head_share:
+            shares[HEAD] = head_share
+        return shares
+
+    def _with_loss(self, shares: Mapping[str, float]) -> Mapping[str, float]:
+        """Shares of the clip norm when the loss takes some of it; squares still sum to 1."""
+        loss_share = self.private_loss_share
+        if not loss_share:
+            return shares
+        if LOSS in shares:
+            raise ValueError(
+                f"`private_loss_share` needs the name {LOSS!r} for its clip group, but the model "
+                "has a layer of that name; use `clip_grouping=joint` or rename the layer."
+            )
+        left = math.sqrt(1 - loss_share**2)
+        return {**{name: share * left for name, share in shares.items()}, LOSS: loss_share}
 
     def refresh_gap(self, num_steps: int) -> int:
         """Steps between refreshes of the projections in a run of `num_steps` steps."""

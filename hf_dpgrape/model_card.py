@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_dpgrape.privacy.plan import LOSS
+
 _TEMPLATE = """\
 ---
 {{ card_data }}
@@ -97,6 +99,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
         ("clip norm per example", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
         ("clip groups", _clip_groups(plan["clip_shares"])),
+        *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
         ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
         ("projection", _projection(record["projection"])),
@@ -118,6 +121,16 @@ def _clip_groups(shares: Mapping[str, float]) -> str:
         least, most = min(shares.values()), max(shares.values())
         return f"{len(shares)} groups, shares of the clip norm from {least:.4g} to {most:.4g}"
     return ", ".join(f"{group} {share:.4g}" for group, share in shares.items())
+
+
+def _private_loss(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How the training loss was released; nothing if it was not."""
+    bound = plan.get("private_loss_bound")
+    if bound is None:
+        return []
+    share = plan["clip_shares"][LOSS]
+    text = f"with the gradients, share {share:.4g} of the clip norm, clamped to {bound:g}"
+    return [("training loss, released with noise", text)]
 
 
 def _projection(projection: Mapping[str, Any]) -> str:

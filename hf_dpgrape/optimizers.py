@@ -149,14 +149,20 @@ def regroup(
 
     Args:
         optimizer: its groups are replaced in place, before its first step.
-        settings_of: parameter and its group -> settings of its own.
+        settings_of: parameter and its group -> settings that differ from the group's. A group
+            whose parameters agree stays whole.
     """
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parts: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for p in group["params"]:
             parts.setdefault(tuple(sorted(settings_of(p, group).items())), []).append(p)
-        groups += [{**group, "params": params, **dict(key)} for key, params in parts.items()]
+        if len(parts) <= 1:
+            for key in parts:
+                group.update(key)
+            groups.append(group)
+        else:
+            groups += [{**group, "params": params, **dict(key)} for key, params in parts.items()]
     optimizer.param_groups[:] = groups
 
 

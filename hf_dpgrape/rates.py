@@ -58,7 +58,7 @@ def set_rates(
     projections: Mapping[str, Projection],
     head: frozenset[str],
     width_transfer: WidthTransfer | None,
-) -> None:
+) -> bool:
     """Gives each weight the rate that head, Muon and the width ask for, before the first step.
 
     Args:
@@ -68,6 +68,12 @@ def set_rates(
         projections: of every trainable tensor.
         head: tensors with the head's rate.
         width_transfer: DP-muP's rules, if any.
+
+    Returns:
+        Whether anything was changed, so that a schedule made before does not fit.
+
+    Raises:
+        ValueError: the optimizer holds parameters that are not the model's.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     is_muon = isinstance(optimizer, MuonWithAdamW)
@@ -77,16 +83,25 @@ def set_rates(
 
     def settings(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
         name = names[id(parameter)]
-        found = {"lr": group["lr"]}
+        # A schedule that exists already has set "lr" to that of its first step.
+        base = rate = group.get("initial_lr", group["lr"])
         if name in head and args.head_learning_rate is not None:
-            found["lr"] = args.head_learning_rate
+            rate = args.head_learning_rate
         if name in hidden:
             shape = shapes[name]
             scale = muon_scale(tuple(projections[name].shape), shape.n_out, shape.n_in)
-            found["lr"] = (args.muon_learning_rate or group["lr"]) * scale
-            found["use_muon"] = True
+            rate = (args.muon_learning_rate or base) * scale
         if width_transfer is not None:
-            found["lr"] *= width_transfer.rate_ratio(name)
-        return found
+            rate *= width_transfer.rate_ratio(name)
+        found = {} if rate == base else {"lr": rate, "initial_lr": rate}
+        return {**found, "use_muon": True} if name in hidden else found
 
+    pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    if not all(id(p) in names for p, _ in pairs):
+        raise ValueError(
+            "The optimizer in `optimizers` holds parameters that are not the model's; build it on "
+            "`model.parameters()` of the model that the trainer gets."
+        )
+    was_set = any(settings(p, group) for p, group in pairs)
     regroup(optimizer, settings)
+    return was_set

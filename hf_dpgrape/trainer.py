@@ -84,6 +84,7 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         self._private_step: PrivateStep | None = None
         self._width_transfer: WidthTransfer | None = None
         self._has_trained = False
+        self._private_losses: list[float] = []  # those since the last log
         self._was_given_optimizer = self.optimizer is not None
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
@@ -109,10 +110,11 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
             proxy = self.dpmup_proxy(self.args.dpmup_base_model)
             self._width_transfer = resolve(self.args, self.model, proxy, self._head())
         width = self._width_transfer
+        own = set() if self.args.head_clip_share is None else {HEAD}
         self.plan = self.args.make_plan(
             len(self.train_dataset),
             has_head=bool(self._head()),
-            layers=sorted(set(self._clip_groups().values()) - {HEAD}),
+            layers=sorted(set(self._clip_groups().values()) - own),
             clip_shares=None if width is None else width.rules.clip_shares,
         )
         return self.plan
@@ -216,7 +218,9 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
             moments=self.args.refresh_moments,  # type: ignore[arg-type]
             seed=self.args.seed,
         )
-        set_rates(self.args, self.optimizer, self.model, projections, head, self._width_transfer)
+        self._rates_were_set = set_rates(
+            self.args, self.optimizer, self.model, projections, head, self._width_transfer
+        )
         self._subspace.adopt(self.optimizer)
         sites = checked_sites(self.model)
         self._private_step = PrivateStep(
@@ -274,6 +278,7 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         if self._has_trained:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None
         self._begin_run()
+        self._private_losses = []
         output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
         self._end_run()
         if not self.args.log_non_private_metrics:
@@ -300,10 +305,11 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         if step == self._initial_global_step:
             self._subspace.start_at_(step)
         self._subspace.refresh_(step, self._inner_optimizer)
-        loss_sum = self._private_step(inputs, self._per_sample_loss_of, step=step)
-        if not self.args.log_non_private_metrics:
-            loss_sum = torch.zeros(())
-        return (loss_sum / self._private_step.plan.expected_batch_size).to(self.args.device)
+        loss = self._private_step(inputs, self._per_sample_loss_of, step=step)
+        if loss.private_mean is not None:
+            self._private_losses.append(float(loss.private_mean))
+        raw_sum = loss.raw_sum if self.args.log_non_private_metrics else torch.zeros(())
+        return (raw_sum / self._private_step.plan.expected_batch_size).to(self.args.device)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Norm of the private gradient, which is noised already."""
@@ -337,6 +343,9 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         if is_training_log and self.plan is not None:
             logs["epsilon"] = self.plan.epsilon(self.state.global_step)
             logs["target_delta"] = self.plan.target_delta
+            if self._private_losses:
+                logs.update(self.plan.mean_private_loss(self._private_losses))
+                self._private_losses.clear()
         super().log(logs, start_time)
 
     def privacy_record(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class TuningMixin(_TrainerBase):
     args: DPGrapeTrainingArguments
     _private_step: Any
     _has_trained: bool
+    _rates_were_set = False
     _earlier_plans: tuple[PrivacyPlan, ...] = ()
     _was_stopped_early = False
 
@@ -158,20 +159,15 @@ class TuningMixin(_TrainerBase):
         """The Trainer's schedule, or that of `optimizers` if it fits.
 
         Raises:
-            ValueError: the given schedule was made for other groups of parameters.
+            ValueError: the given schedule was made before the learning rates were set.
         """
-        schedule = super().create_scheduler(num_training_steps, optimizer)
-        used: Any = optimizer or self.optimizer
-        num_groups = len(used.param_groups)
-        made_for = len(getattr(schedule, "base_lrs", None) or range(num_groups))
-        if made_for != num_groups:
+        if self.lr_scheduler is not None and self._rates_were_set:
             raise ValueError(
-                f"The schedule in `optimizers` was made for {made_for} group(s) of parameters, but "
-                f"projected tensors and the head have groups of their own, {num_groups} in all; "
-                "pass `optimizers=(optimizer, None)` with `lr_scheduler_type`, or override "
-                "`create_scheduler`, which is called later."
+                "The schedule in `optimizers` was made before `head_learning_rate`, Muon or DP-muP "
+                "gave tensors rates of their own; pass `optimizers=(optimizer, None)` with "
+                "`lr_scheduler_type`, or override `create_scheduler`, which is called later."
             )
-        return schedule
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model in the precision that the arguments ask for."""

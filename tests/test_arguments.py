@@ -10,7 +10,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dpgrape import DPGrapeTrainingArguments
-from hf_dpgrape.privacy.plan import BODY, HEAD
+from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS
 
 NUM_EXAMPLES = 701
 
@@ -113,6 +113,15 @@ def test_accepts_what_a_plain_launch_sets(make: Any, monkeypatch: pytest.MonkeyP
         ({"update_proj_gap": -1}, r"`update_proj_gap` must be 0 \(never\) or positive, got -1"),
         ({"head_clip_share": 0.0}, "`head_clip_share` must be between 0 and 1, got 0.0"),
         ({"head_clip_share": 1.0}, "`head_clip_share` must be between 0 and 1, got 1.0"),
+        (
+            {"private_loss_share": 1.0},
+            r"`private_loss_share` must be 0 .* or between 0 and 1, got 1.0",
+        ),
+        ({"private_loss_share": -0.1}, "`private_loss_share` must be 0 .*, got -0.1"),
+        ({"private_loss_share": float("nan")}, "`private_loss_share` must be 0 .*, got nan"),
+        ({"private_loss_bound": 0.0}, "`private_loss_bound` must be positive and finite, got 0.0"),
+        ({"private_loss_bound": float("inf")}, "`private_loss_bound` must be positive and finite"),
+        ({"private_loss_bound": float("nan")}, "`private_loss_bound` must be positive and finite"),
         ({"clipping": "ghost"}, "`clipping` must be one of .*, got 'ghost'"),
         ({"projection_scale": "1"}, "`projection_scale` must be one of .*, got '1'"),
         ({"refresh_moments": "drop"}, "`refresh_moments` must be one of .*, got 'drop'"),
@@ -163,6 +172,7 @@ def test_private_defaults(make: Any) -> None:
     assert (arguments.rank, arguments.l2_clip_norm) == (16, 1.0)
     assert (arguments.clipping, arguments.accountant) == ("flat", "pld")
     assert arguments.projection_scale == "1/sqrt(r)"
+    assert arguments.private_loss_share == 0
 
 
 @pytest.mark.parametrize(
@@ -228,6 +238,23 @@ def test_clip_shares(make: Any) -> None:
     assert make(expected_batch_size=70).make_plan(NUM_EXAMPLES).clip_shares == {BODY: 1.0}
 
 
+@pytest.mark.parametrize("given_shares", [None, {"layer.0": 0.6, "layer.1": 0.8}])
+def test_loss_takes_its_share_from_all_others(make: Any, given_shares: Any) -> None:
+    options = {"expected_batch_size": 70, "head_clip_share": 0.6}
+    shares = given_shares or {BODY: 0.8, HEAD: 0.6}
+    plan = make(private_loss_share=0.28, private_loss_bound=2.5, **options).make_plan(
+        NUM_EXAMPLES, has_head=True, clip_shares=given_shares
+    )
+    scaled = {name: 0.96 * share for name, share in shares.items()}
+    assert plan.clip_shares == pytest.approx({**scaled, LOSS: 0.28})
+    assert plan.private_loss_bound == 2.5
+    without = make(private_loss_bound=2.5, **options).make_plan(
+        NUM_EXAMPLES, has_head=True, clip_shares=given_shares
+    )
+    assert without.clip_shares == pytest.approx(shares)
+    assert without.private_loss_bound is None
+
+
 @pytest.mark.parametrize(("gap", "steps", "found"), [(None, 900, 90), (None, 5000, 100), (7, 9, 7)])
 def test_refresh_gap(make: Any, gap: int | None, steps: int, found: int) -> None:
     assert make(update_proj_gap=gap).refresh_gap(steps) == found
@@ -251,9 +278,11 @@ def test_every_own_field_has_a_help() -> None:
 def test_command_line(tmp_path: Path) -> None:
     (arguments,) = HfArgumentParser(DPGrapeTrainingArguments).parse_args_into_dataclasses(  # type: ignore[arg-type]
         f"--output_dir {tmp_path} --target_epsilon 3 --target_delta 1e-5 --clipping automatic "
-        "--head_modules classifier score --optim_target_modules query --use_cpu".split()
+        "--head_modules classifier score --optim_target_modules query --use_cpu "
+        "--private_loss_share 0.1 --private_loss_bound 2".split()
     )
     assert (arguments.target_epsilon, arguments.noise_multiplier) == (3.0, None)
     assert arguments.clipping == "automatic"
+    assert (arguments.private_loss_share, arguments.private_loss_bound) == (0.1, 2.0)
     assert arguments.head_modules == ["classifier", "score"]
     assert arguments.optim_target_modules == "query"

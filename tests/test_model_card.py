@@ -90,6 +90,17 @@ def test_many_clip_groups_are_summed_up() -> None:
     assert "| clip groups | 16 groups, shares of the clip norm from 0.25 to 0.25 |" in text
 
 
+def test_released_loss() -> None:
+    shares = {"body": 0.8, "loss": 0.6}
+    text = card(record(plan=plan(clip_shares=shares, private_loss_bound=2.5)))
+    row = "with the gradients, share 0.6 of the clip norm, clamped to 2.5"
+    assert f"| training loss, released with noise | {row} |" in text
+    assert "| clip groups | body 0.8, loss 0.6 |" in text
+    old = record(plan=plan(clip_shares=shares))  # a layer of that name, before there was a bound
+    del old["plan"]["private_loss_bound"]
+    assert "released with noise" not in card(old) + card(record())
+
+
 def test_runs_without_privacy_say_so() -> None:
     fixed = record(projection={**PROJECTION, "randomness": "FIXED TEST SEED: NOT PRIVATE"})
     for text in (card(fixed), card(record(plan=plan(noise_multiplier=0.0)))):

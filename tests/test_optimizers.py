@@ -63,6 +63,26 @@ def test_muon_state_can_be_saved() -> None:
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
 
 
+def test_groups_whose_parameters_agree_stay_whole() -> None:
+    matrix, vector = parameters()
+    other = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(
+        [{"params": [matrix, vector]}, {"params": [other]}, {"params": []}], lr=0.1
+    )
+    groups = list(optimizer.param_groups)
+    regroup(optimizer, lambda p, group: {"lr": 0.2} if p is other else {})
+    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+    assert [group["lr"] for group in groups] == [0.1, 0.2, 0.1]
+    regroup(optimizer, lambda p, group: {"lr": 0.3} if p is vector else {})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3, 0.2, 0.1]
+    assert [group["params"] for group in optimizer.param_groups] == [
+        [matrix],
+        [vector],
+        [other],
+        [],
+    ]
+
+
 @pytest.mark.parametrize(
     ("stand_in", "n_out", "n_in", "torch_shape"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from conftest_trainer import NUM_EXAMPLES, MakeTrainer, examples, make_trainer
 from dp_accounting import pld, rdp
 from families import CAUSAL, CLASSIFY, make_model
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
+from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel, Trainer
+
+from hf_dpgrape.trainer import DPGrapeMixin
 
 __all__ = ["make_trainer"]
 
@@ -72,6 +75,30 @@ def test_unknown_architecture_needs_nothing_but_a_loss(make_trainer: MakeTrainer
     assert all(way > 0 for way in moved(trainer).values())
     with pytest.raises(ValueError, match=r"`OddModel` has no per-sample loss .*compute_loss_func"):
         make_trainer(model=OddModel(PretrainedConfig()))
+
+
+def accepts(method: Any, of_trainer: Any) -> None:
+    """Fails unless a method takes, in the same order, what the Trainer's own takes."""
+
+    def names(function: Any) -> list[str]:
+        parameters = inspect.signature(function).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
+    inspect.signature(method).bind(None, **dict.fromkeys(names(of_trainer)))
+    assert names(method) == names(of_trainer)[: len(names(method))]
+
+
+def test_overrides_take_what_the_trainer_passes() -> None:
+    checked = set()
+    for part in DPGrapeMixin.__mro__[:-1]:
+        for name, method in vars(part).items():
+            of_trainer = getattr(Trainer, name, None)
+            if inspect.isfunction(method) and of_trainer and not name.startswith("__"):
+                accepts(method, of_trainer)
+                checked.add(name)
+    assert {"training_step", "log", "create_optimizer", "push_to_hub", "_save"} < checked
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_items_in_batch'"):
+        accepts(lambda self, model, inputs: None, Trainer.training_step)
 
 
 def test_noise_and_clip_norm_reach_the_weights(make_trainer: MakeTrainer) -> None:

@@ -29,3 +29,24 @@ def test_pitfalls_names_tests_that_exist() -> None:
     existing = set(re.findall(r"def (test_\w+)", "\n".join(files)))
     assert len(named) > 60
     assert not set(named) - existing
+
+
+#: Sections of docs/pitfalls.md in which everything has a test.
+TESTED = (
+    "Losses, accumulation, scale",
+    "Sampling",
+    "Devices and processes",
+    "Living inside the Trainer",
+    "Callbacks, searches, the Hub",
+    "Accounting",
+)
+
+
+@pytest.mark.parametrize("section", TESTED)
+def test_every_pitfall_of_a_section_has_a_test(section: str) -> None:
+    text = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+    (body,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    items = re.split(r"^- ", body, flags=re.MULTILINE)[1:]
+    assert len(items) > 2
+    for item in items:
+        assert re.search(r"`[\w/.]*(?:::)?test_\w+`", item), item

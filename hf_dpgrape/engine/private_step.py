@@ -1,12 +1,13 @@
 """The private step of DP-GRAPE (arXiv 2506.15588, algorithm 1), on one page.
 
-This is the whole mechanism. What leaves it is the noised gradient; what an optimizer does with it
-afterwards, the lift onto the weights included, is post-processing.
+This is the whole mechanism. What leaves it is the noised gradient, and the noised loss if the plan
+has a `private_loss_bound`. What an optimizer does afterwards, the lift onto the weights included,
+is post-processing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,19 @@ class PhysicalBatch(NamedTuple):
 
     num_samples: int
     inputs: Any
+
+
+class StepLoss(NamedTuple):
+    """The loss of a logical batch.
+
+    Attributes:
+        raw_sum: sum of the losses, NOT private: it must not be shown unless the user asks for it.
+        private_mean: estimate of the mean loss, private, with noise of standard deviation
+            `plan.private_loss_stddev`; None if the plan releases none.
+    """
+
+    raw_sum: Tensor
+    private_mean: Tensor | None = None
 
 
 class ClippedSum:
@@ -92,6 +106,11 @@ class PrivateStep:
         deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
         is public. How the batch is split into physical ones changes nothing but rounding.
 
+        A released loss is one more coordinate of the same vector. An example's part in it is at
+        most `l2_clip_norm * s` for its share s, whatever the loss (NaN counts as the bound). Its
+        gradients, finite or not, add a vector of norm at most `l2_clip_norm * sqrt(1 - s**2)`. So
+        both together have norm at most `l2_clip_norm`, and noise of one release covers them.
+
     Args:
         plan: the privacy plan.
         recorder: takes the per-sample projected gradients.
@@ -125,7 +144,7 @@ class PrivateStep:
         per_sample_losses: Callable[[Any], Tensor],
         *,
         step: int,
-    ) -> Tensor:
+    ) -> StepLoss:
         """Sets the stand-ins' `.grad` to the private gradient of step `step` (from 0).
 
         Args:
@@ -134,24 +153,17 @@ class PrivateStep:
                 must depend on sample i alone.
             step: number of steps done before.
 
-        Returns:
-            The sum of the losses, NOT private: it must not be shown unless the user asks for it.
-
         Raises:
             RuntimeError: the planned steps are used up.
             ValueError: the losses are not one per sample.
         """
         plan = self.plan
-        if step >= plan.num_steps:
-            raise RuntimeError(
-                f"The plan's {plan.num_steps} steps are done; another step would spend more than "
-                f"epsilon={plan.epsilon():.4g}. Plan a longer run from the start."
-            )
+        refuse_further_steps(plan, step)
         self._subspace.set_gradients({})  # the last step's are not needed beside this one's
         groups = self._groups_at(step)
         names = frozenset(name for group in groups.values() for name in group)
         sums = self._subspace.zero_sums(names)
-        loss_sum = torch.zeros(())
+        raw_sum = loss_sum = torch.zeros((), dtype=torch.float64)
 
         for physical_batch in logical_batch:
             clipped = ClippedSum(plan, groups, plan.shares_at(step), sums)
@@ -162,13 +174,18 @@ class PrivateStep:
                 if losses.requires_grad:
                     losses.sum().backward()  # type: ignore[no-untyped-call]
             clipped.finish(gradients)
-            loss_sum = loss_sum + losses.detach().float().sum().cpu()
+            raw_losses = losses.detach().cpu().double()
+            raw_sum = raw_sum + raw_losses.sum()
+            loss_sum = loss_sum + clamped(raw_losses, plan.private_loss_bound or 0.0).sum()
 
-        self._add_noise_once_(sums)
-        for total in sums.values():
+        scale, released = plan.private_loss_scale, [*sums.values()]
+        if scale:
+            released.append((scale * loss_sum).to(released[0]))
+        self._add_noise_once_(released)
+        for total in released:
             total.div_(plan.expected_batch_size)
         self._subspace.set_gradients(sums)
-        return loss_sum
+        return StepLoss(raw_sum.float(), released[-1] / scale if scale else None)
 
     def _groups_at(self, step: int) -> dict[str, list[str]]:
         """The tensors of each clip group that is trained at a step."""
@@ -180,7 +197,7 @@ class PrivateStep:
                 groups[HEAD].append(name)
         return {group: names for group, names in groups.items() if names}
 
-    def _add_noise_once_(self, sums: Mapping[str, Tensor]) -> None:
+    def _add_noise_once_(self, sums: Sequence[Tensor]) -> None:
         """Adds the noise of this step and the sums of the other processes.
 
         The first process adds the noise to its own share; the sum over processes then carries it
@@ -189,7 +206,7 @@ class PrivateStep:
         parallel = distributed.is_available() and distributed.is_initialized()
         if not parallel or distributed.get_rank() == 0:
             generators: dict[torch.device, torch.Generator] = {}
-            for total in sums.values():
+            for total in sums:
                 if total.device not in generators:
                     generators[total.device] = self._source.generator(total.device)
                 add_gaussian_noise_(
@@ -198,8 +215,22 @@ class PrivateStep:
                     generator=generators[total.device],
                 )
         if parallel:
-            for total in sums.values():
+            for total in sums:
                 distributed.all_reduce(total)
+
+
+def refuse_further_steps(plan: PrivacyPlan, step: int) -> None:
+    """Refuses a step after the planned ones."""
+    if step >= plan.num_steps:
+        raise RuntimeError(
+            f"The plan's {plan.num_steps} steps are done; another step would spend more than "
+            f"epsilon={plan.epsilon():.4g}. Plan a longer run from the start."
+        )
+
+
+def clamped(losses: Tensor, bound: float) -> Tensor:
+    """Losses between -bound and bound; NaN counts as the bound, so that it shows."""
+    return losses.nan_to_num(nan=bound).clamp(-bound, bound)
 
 
 def check_losses(losses: Tensor, num_samples: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ Clipping = Literal["flat", "automatic"]
 BODY = "body"
 #: The clip group of newly initialized tensors, when they are given a share of their own.
 HEAD = "head"
+#: The clip group of the training loss, when it is released as one more coordinate.
+LOSS = "loss"
 
 
 def require_one_budget(target_epsilon: float | None, noise_multiplier: float | None) -> None:
@@ -67,7 +70,8 @@ class PrivacyPlan:
     The mechanism: at each of `num_steps` steps every example is drawn independently with
     probability `sampling_prob`; each drawn example's gradient is cut into clip groups, group g
     is clipped to `l2_clip_norm * share_g` with `sum(share_g ** 2) == 1`, the results are summed,
-    and Gaussian noise of standard deviation `noise_stddev` is added to every coordinate.
+    and Gaussian noise of standard deviation `noise_stddev` is added to every coordinate. With a
+    `private_loss_bound` the example's loss is one of these coordinates, a clip group of its own.
 
     Guarantees:
         The whole clipped vector of one example has norm at most `l2_clip_norm`, so a step is one
@@ -86,7 +90,9 @@ class PrivacyPlan:
             to just below it (Bu et al. 2023, arXiv 2206.07136).
         clip_shares: share of the clip norm per clip group.
         head_only_steps: during that many first steps only the HEAD group is trained, and has the
-            whole clip norm.
+            whole clip norm, or what the loss leaves of it.
+        private_loss_bound: the loss is clamped to between minus this and this, and released with
+            the gradients, with the LOSS group's share; None if it is not released.
         accountant: "pld" or "rdp".
     """
 
@@ -100,6 +106,7 @@ class PrivacyPlan:
     clipping: Clipping = "flat"
     clip_shares: Mapping[str, float] = field(default_factory=lambda: {BODY: 1.0})
     head_only_steps: int = 0
+    private_loss_bound: float | None = None
     accountant: accounting.Accountant = "pld"
     neighboring_relation: str = "add_or_remove_one"
 
@@ -133,6 +140,14 @@ class PrivacyPlan:
             raise ValueError(
                 "`clip_shares` must be positive with squares that sum to 1, got "
                 f"{dict(self.clip_shares)} with sum {total:.6g}."
+            )
+        bound = self.private_loss_bound
+        if bound is not None and not (bound > 0 and math.isfinite(bound)):
+            raise ValueError(f"`private_loss_bound` must be positive and finite, got {bound}.")
+        if bound is not None and not (LOSS in self.clip_shares and len(self.clip_shares) > 1):
+            raise ValueError(
+                f"`private_loss_bound` needs a share named {LOSS!r} beside others in "
+                f"`clip_shares`, got {dict(self.clip_shares)}."
             )
         if not 0 <= self.head_only_steps <= self.num_steps:
             raise ValueError(
@@ -185,9 +200,51 @@ class PrivacyPlan:
         """Standard deviation of the noise on each coordinate of the summed gradient."""
         return self.noise_multiplier * self.l2_clip_norm
 
+    @property
+    def private_loss_scale(self) -> float:
+        """What a clamped loss is multiplied by to be a coordinate; 0 if it is not released."""
+        if self.private_loss_bound is None:
+            return 0.0
+        return self.l2_clip_norm * self.clip_shares[LOSS] / self.private_loss_bound
+
+    @property
+    def private_loss_stddev(self) -> float:
+        """Standard deviation of the noise on the mean loss of one step, if it is released.
+
+        >>> shares = {BODY: 0.8, LOSS: 0.6}
+        >>> PrivacyPlan(
+        ...     num_examples=100,
+        ...     expected_batch_size=10,
+        ...     num_steps=1,
+        ...     l2_clip_norm=7.0,
+        ...     noise_multiplier=1.5,
+        ...     target_delta=1e-5,
+        ...     clip_shares=shares,
+        ...     private_loss_bound=4.0,
+        ... ).private_loss_stddev
+        1.0
+        """
+        return self.noise_stddev / (self.private_loss_scale * self.expected_batch_size)
+
+    def mean_private_loss(self, released: Sequence[float]) -> dict[str, float]:
+        """For the logs: mean of the losses released at some steps, and how noisy it is.
+
+        `private_loss_stderr` is the standard deviation of the noise in `private_loss`. That the
+        examples of these steps were drawn at random adds an error that is not public.
+        """
+        return {
+            "private_loss": statistics.fmean(released),
+            "private_loss_stderr": self.private_loss_stddev / math.sqrt(len(released)),
+        }
+
     def shares_at(self, step: int) -> Mapping[str, float]:
-        """Clip groups that are trained at a step (counted from 0), with their shares."""
-        return {HEAD: 1.0} if step < self.head_only_steps else self.clip_shares
+        """Clip groups of a step (counted from 0), with their shares; the squares sum to 1."""
+        if step >= self.head_only_steps:
+            return self.clip_shares
+        if self.private_loss_bound is None:
+            return {HEAD: 1.0}
+        share = self.clip_shares[LOSS]
+        return {HEAD: math.sqrt(1 - share**2), LOSS: share}
 
     def epsilon(
         self, steps_done: int | None = None, accountant: accounting.Accountant | None = None

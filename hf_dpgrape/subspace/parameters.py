@@ -111,33 +111,23 @@ class Subspace:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes an optimizer that was built on the weights step on their stand-ins.
 
-        Weight decay of projected tensors becomes decoupled decay of the weight itself, as the
-        stand-in is zero.
+        The groups stay, so that a schedule may have been made for them. Whatever an optimizer does
+        with `weight_decay`, it does nothing to a stand-in, which is zero; the lift decays the
+        weight itself instead, by `lr * weight_decay` of its group (decoupled decay).
 
         Raises:
-            ValueError: the optimizer has stepped already, so its state has the weights' shapes.
+            ValueError: the optimizer has state already, with the weights' shapes.
         """
         if optimizer.state:
             raise ValueError(
-                "The optimizer has state from earlier steps on the full weights; pass a new one."
+                "The optimizer holds state of the full weights already, from earlier steps or as "
+                "Adagrad does from the start; pass a new one, or one of another kind."
             )
         by_weight = {id(t.weight): t for t in self.tensors.values()}
-        groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            own: list[nn.Parameter] = []
-            projected: list[nn.Parameter] = []
-            for p in group["params"]:
-                tensor = by_weight.get(id(p))
-                if tensor is not None:
-                    (own if tensor.is_own_stand_in else projected).append(tensor.stand_in)
-            if own:
-                groups.append({**group, "params": own})
-            if projected:
-                decay = group.get("weight_decay", 0.0)
-                groups.append(
-                    {**group, "params": projected, "weight_decay": 0.0, "lifted_decay": decay}
-                )
-        optimizer.param_groups[:] = groups
+            group["params"] = [
+                by_weight[id(p)].stand_in for p in group["params"] if id(p) in by_weight
+            ]
         optimizer.register_step_post_hook(self._lift_hook())
 
     def _rounding_generator(self, device: torch.device) -> torch.Generator:
@@ -156,7 +146,8 @@ class Subspace:
                     tensor = by_stand_in[id(stand_in)]
                     if tensor.is_own_stand_in or stand_in.grad is None:
                         continue
-                    keep = 1 - group["lr"] * group.get("lifted_decay", 0.0)
+                    decay = group.get("weight_decay", 0.0)
+                    keep = 1 - group["lr"] * decay if decay else 1.0
                     generator = self._rounding_generator(tensor.weight.device)
                     _update_(tensor.weight, stand_in, tensor.projection, keep, generator)
                     stand_in.zero_()

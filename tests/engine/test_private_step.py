@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.gradients import Dense, PerSampleGradients
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.losses import PerSampleLoss
-from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
+from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.subspace.projection import Projection
 
 CASES = [("roberta", CLASSIFY), ("gpt2", CAUSAL), ("t5", SEQ2SEQ), ("vit", IMAGE)]
 
@@ -75,17 +77,21 @@ class Bench:
     def gradient(
         self, samples: list[int], *, size: int = 3, step: int = 0, inputs: Any = None
     ) -> dict[str, Tensor]:
-        """The private gradient of these samples, times the public divisor."""
+        """What is released about these samples, times the public divisor."""
         inputs = self.inputs if inputs is None else inputs
         parts = [samples[i : i + size] for i in range(0, len(samples), size)]
         logical = [PhysicalBatch(len(part), select(inputs, part)) for part in parts]
-        self.step(logical, lambda x: self.loss(self.model, x), step=step)
-        divisor = self.step.plan.expected_batch_size
-        return {
-            name: tensor.stand_in.grad * divisor
+        loss = self.step(logical, lambda x: self.loss(self.model, x), step=step)
+        plan = self.step.plan
+        released = {
+            name: tensor.stand_in.grad * plan.expected_batch_size
             for name, tensor in self.subspace.tensors.items()
             if tensor.stand_in.grad is not None
         }
+        if loss.private_mean is not None:
+            scale = plan.private_loss_scale * plan.expected_batch_size
+            released[LOSS] = loss.private_mean * scale
+        return released
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -220,6 +226,154 @@ def test_head_alone_first() -> None:
     assert bench.gradient([0], step=2).keys() > bench.head
 
 
+# ---- The loss as one more coordinate -----------------------------------------------------------
+
+WITH_LOSS: dict[str, Any] = {
+    "clip_shares": {BODY: 0.64, HEAD: 0.48, LOSS: 0.6},
+    "private_loss_bound": 2.5,
+}
+ODD_NUMBERS = [0.0, 1.0, -1.0, 1e-30, 1e30, -1e30, 1e200, math.inf, -math.inf, math.nan]
+
+
+class LossBench(Bench):
+    """Multiplies each sample's loss, hence its gradient, by a factor, and adds an offset to it."""
+
+    def __init__(self, family: str = "roberta", head: str = CLASSIFY, **options: Any) -> None:
+        super().__init__(family, head, **{**WITH_LOSS, **options})
+        own = self.loss
+        self.inputs["factor"] = torch.ones(4, dtype=torch.float64)
+        self.inputs["offset"] = torch.zeros(4, dtype=torch.float64)
+
+        def loss(model: nn.Module, x: dict[str, Tensor]) -> Tensor:
+            names = [name for name in x if name not in ("factor", "offset")]
+            return own(model, {name: x[name] for name in names}) * x["factor"] + x["offset"]
+
+        self.loss = loss  # type: ignore[assignment]
+
+    def with_numbers(self, factor: list[float], offset: list[float]) -> dict[str, Tensor]:
+        numbers = {"factor": torch.tensor(factor).double(), "offset": torch.tensor(offset).double()}
+        return {**self.inputs, **numbers}
+
+
+@pytest.fixture(scope="module")
+def loss_bench() -> LossBench:
+    return LossBench()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_one_sample_moves_gradient_and_loss_by_at_most_the_clip_norm(
+    loss_bench: LossBench, data: Any
+) -> None:
+    numbers = st.sampled_from(ODD_NUMBERS) | st.floats(-10, 10)
+    four = st.lists(numbers, min_size=4, max_size=4)
+    inputs = loss_bench.with_numbers(data.draw(four), data.draw(four))
+    samples = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    leave_out = data.draw(st.integers(0, len(samples) - 1))
+    rest = samples[:leave_out] + samples[leave_out + 1 :]
+    step = data.draw(st.integers(0, 1))
+    whole = loss_bench.gradient(samples, inputs=inputs, step=step)
+    assert LOSS in whole
+    assert all(bool(value.isfinite().all()) for value in whole.values())
+    moved = distance(whole, loss_bench.gradient(rest, inputs=inputs, step=step))
+    assert moved <= loss_bench.step.plan.l2_clip_norm * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("offset", "counts_as"),
+    [(9.0, 2.5), (-9.0, -2.5), (math.inf, 2.5), (-math.inf, -2.5), (math.nan, 2.5)],
+)
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_bound_is_reached_and_any_loss_counts(
+    loss_bench: LossBench, offset: float, counts_as: float, factor: float
+) -> None:
+    # A factor of infinity makes loss and gradient infinite: the loss counts all the same.
+    inputs = loss_bench.with_numbers([factor, 1, 1, 1], [offset, 0, 0, 0])
+    released = loss_bench.gradient([0], inputs=inputs)
+    counts_as = 2.5 if factor == math.inf else counts_as  # infinity minus infinity is NaN
+    assert float(released[LOSS]) == pytest.approx(counts_as / 2.5 * 0.6 * 0.3)
+    norm = distance(released, {n: torch.zeros_like(v) for n, v in released.items()})
+    assert norm == pytest.approx(0.3 if factor == 1 else 0.6 * 0.3, rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "head"), CASES)
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_released_loss_without_noise_is_the_sum_over_the_expected_size(
+    family: str, head: str, size: int
+) -> None:
+    bench = LossBench(family, head, private_loss_bound=50.0)
+    raw = bench.loss(bench.model, bench.inputs).detach()
+    samples = [0, 1, 2, 3, 3, 1]
+    parts = [samples[i : i + size] for i in range(0, 6, size)]
+    logical = [PhysicalBatch(len(part), select(bench.inputs, part)) for part in parts]
+    loss = bench.step(logical, lambda x: bench.loss(bench.model, x), step=0)
+    assert loss.private_mean is not None
+    assert float(loss.private_mean) == pytest.approx(float(raw[samples].sum()) / 8, rel=1e-12)
+    assert float(loss.raw_sum) == pytest.approx(float(raw[samples].sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_share", [0.1, 0.6])
+def test_gradients_keep_the_rest_of_the_clip_norm(loss_share: float) -> None:
+    left = math.sqrt(1 - loss_share**2)
+    bench = Bench(
+        "gpt2", CAUSAL, clip_shares={BODY: left, LOSS: loss_share}, private_loss_bound=2.5
+    )
+    released, plain = bench.gradient([0, 1, 2]), Bench("gpt2", CAUSAL).gradient([0, 1, 2])
+    del released[LOSS]
+    assert distance({n: v / left for n, v in released.items()}, plain) < 1e-12
+
+
+def test_head_alone_leaves_the_loss_its_share() -> None:
+    bench = LossBench(head_only_steps=1)
+    released = bench.gradient([0], inputs=bench.with_numbers([1] * 4, [9.0] * 4))
+    assert released.keys() == bench.head | {LOSS}
+    assert float(released.pop(LOSS)) == pytest.approx(0.6 * 0.3)
+    norm = distance(released, {n: torch.zeros_like(v) for n, v in released.items()})
+    assert norm == pytest.approx(0.8 * 0.3, rel=1e-5)
+
+
+def test_loss_gets_the_noise_of_one_coordinate_also_without_examples() -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    model = Tiny()
+    projections = {"scale": Projection("scale", model.scale.shape, rank=0)}
+    plan = make_plan(
+        noise_multiplier=1.7,
+        clip_shares={BODY: math.sqrt(0.99), LOSS: 0.1},
+        private_loss_bound=2.0,
+    )
+    step = PrivateStep(
+        plan=plan,
+        recorder=Recorder(model, [], projections, {}),
+        subspace=Subspace(dict(model.named_parameters()), projections),
+        clip_groups={"scale": BODY},
+        source=SecretSource(unsafe_seed=3),
+    )
+    losses, gradients = [], []
+    for _ in range(4000):
+        found = step([], lambda x: x, step=0).private_mean
+        assert found is not None
+        losses.append(float(found))
+        gradients.append(float(model.scale.grad[0]))
+    want = 1.7 * 2.0 / (0.1 * 8)
+    assert plan.private_loss_stddev == pytest.approx(want)
+    noise = torch.tensor(losses)
+    # The estimate of the scale has a standard deviation of 1.1 %: 4 % accepts, 10 % is rejected.
+    assert noise.std() == pytest.approx(want, rel=0.04)
+    assert abs(noise.mean()) < 4 * want / math.sqrt(4000)
+    assert abs(torch.corrcoef(torch.stack([noise, torch.tensor(gradients)]))[0, 1]) < 0.06
+    assert torch.tensor(gradients).std() == pytest.approx(1.7 * 0.3 / 8, rel=0.04)
+
+
+def test_no_loss_is_released_unless_asked_for() -> None:
+    bench = Bench("roberta", CLASSIFY)
+    loss = bench.step([], lambda x: x, step=0)
+    assert loss.private_mean is None
+
+
 def test_stops_at_the_planned_steps() -> None:
     bench = Bench("roberta", CLASSIFY)
     with pytest.raises(RuntimeError, match="10 steps are done"):
@@ -246,7 +400,6 @@ def test_unused_head_gets_noise_and_nothing_else() -> None:
 
     bench = Bench("vit", IMAGE)
     bench.model, bench.inputs = TwoHeads().double(), {"x": torch.randn(4, 3).double()}
-    from hf_dpgrape.capture.capture import Recorder
     from hf_dpgrape.capture.observation import observe_layouts
     from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_dpgrape.privacy import accounting
-from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan, planned_steps, steps_per_epoch
+from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan, planned_steps, steps_per_epoch
 
 NUMBERS: dict[str, Any] = {
     "num_examples": 701,
@@ -21,6 +21,9 @@ NUMBERS: dict[str, Any] = {
     "l2_clip_norm": 1.9,
     "target_delta": 1e-4,
 }
+
+
+LOSS_PART: dict[str, Any] = {"clip_shares": {BODY: 0.8, LOSS: 0.6}, "private_loss_bound": 2.5}
 
 
 def plan(**changes: Any) -> PrivacyPlan:
@@ -52,6 +55,14 @@ def plan(**changes: Any) -> PrivacyPlan:
         ({"clip_shares": {BODY: -1.0}}, "`clip_shares` must be positive"),
         ({"clip_shares": {BODY: math.nan}}, "squares that sum to 1"),
         ({"clip_shares": {}}, "squares that sum to 1"),
+        ({**LOSS_PART, "private_loss_bound": 0.0}, "`private_loss_bound` must be positive and fin"),
+        ({**LOSS_PART, "private_loss_bound": math.inf}, "must be positive and finite, got inf"),
+        ({**LOSS_PART, "private_loss_bound": math.nan}, "must be positive and finite, got nan"),
+        ({"private_loss_bound": 1.0}, "needs a share named 'loss' beside others"),
+        (
+            {"private_loss_bound": 1.0, "clip_shares": {LOSS: 1.0}},
+            "needs a share named 'loss' beside others .*, got {'loss': 1.0}",
+        ),
         ({"head_only_steps": 18}, "between 0 and the 17 planned steps, got 18"),
         ({"head_only_steps": -1}, "`head_only_steps` must be between 0"),
         ({"accountant": "gdp"}, "`accountant` must be one of .*, got 'gdp'"),
@@ -147,6 +158,7 @@ OTHER_VALUES: dict[str, Any] = {
     "clipping": "automatic",
     "clip_shares": {BODY: 0.8, HEAD: 0.6},
     "head_only_steps": 1,
+    "private_loss_bound": 3.0,
     "accountant": "rdp",
 }
 
@@ -158,13 +170,48 @@ def test_every_field_with_a_choice_has_another_value_here() -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHER_VALUES))
 def test_every_difference_is_named(name: str) -> None:
-    (found,) = plan(**{name: OTHER_VALUES[name]}).differences(plan())
+    base = LOSS_PART if name == "private_loss_bound" else {}
+    (found,) = plan(**{**base, name: OTHER_VALUES[name]}).differences(plan(**base))
     assert found.startswith(f"`{name}` was ") and str(OTHER_VALUES[name]) in found
 
 
 def test_head_alone_has_the_whole_clip_norm() -> None:
     p = plan(clip_shares={BODY: 0.8, HEAD: 0.6}, head_only_steps=5)
     assert [dict(p.shares_at(step)) for step in (4, 5)] == [{HEAD: 1.0}, {BODY: 0.8, HEAD: 0.6}]
+
+
+def test_loss_keeps_its_share_while_the_head_is_alone() -> None:
+    p = plan(
+        clip_shares={BODY: 0.48, HEAD: 0.64, LOSS: 0.6}, private_loss_bound=2.5, head_only_steps=5
+    )
+    assert p.shares_at(5) == p.clip_shares
+    assert p.shares_at(4) == pytest.approx({HEAD: 0.8, LOSS: 0.6})
+
+
+def test_noise_of_the_released_loss() -> None:
+    p = plan(**LOSS_PART)
+    assert p.private_loss_scale * 2.5 == pytest.approx(0.6 * 1.9)  # a loss at the bound
+    assert p.private_loss_stddev == pytest.approx(1.3 * 2.5 / (0.6 * 90))
+    shown = p.mean_private_loss([1.0, 4.0, -0.5, 0.0])
+    assert shown == {
+        "private_loss": 1.125,
+        "private_loss_stderr": pytest.approx(p.private_loss_stddev / 2),
+    }
+    assert plan().private_loss_scale == 0.0
+
+
+def test_released_loss_costs_no_epsilon() -> None:
+    assert plan(**LOSS_PART).epsilon() == plan().epsilon()
+    assert plan(**LOSS_PART).noise_stddev == plan().noise_stddev
+
+
+def test_plans_written_before_there_was_a_private_loss_can_be_read() -> None:
+    # A layer may be called "loss"; only a bound makes it the loss's group.
+    for p in (plan(), plan(clip_shares={BODY: 0.8, LOSS: 0.6})):
+        old = p.to_dict()
+        del old["private_loss_bound"]
+        assert PrivacyPlan.from_dict(old) == p
+        assert p.private_loss_scale == 0.0
 
 
 @given(num=st.integers(1, 10**7), data=st.data())

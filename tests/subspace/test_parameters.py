@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
+from hf_dpgrape.optimizers import AdamWBC, MuonWithAdamW
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 from hf_dpgrape.subspace.rounding import round_to_bfloat16
@@ -37,6 +39,94 @@ def test_step_lifts_the_stand_in(shape: tuple[int, ...]) -> None:
     assert tensor.stand_in.eq(0).all() and weight.grad is None
 
 
+#: Optimizers with their ways to decay weights: coupled with the gradient, or not.
+DECAYING: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, weight_decay=0.1),
+    "Nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.5, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True
+    ),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1),
+    "Adam, fused": lambda p: torch.optim.Adam(p, lr=0.5, weight_decay=0.1, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.1),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.1, amsgrad=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.5, weight_decay=0.1, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.5, weight_decay=0.1),
+    "NAdam, decoupled": lambda p: torch.optim.NAdam(
+        p, lr=0.5, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.5, weight_decay=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.5, weight_decay=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.5, weight_decay=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.5, lambd=0.0, weight_decay=0.1),
+    "torch's Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.5, weight_decay=0.1),
+    "transformers' Adafactor": lambda p: Adafactor(
+        p, lr=0.5, weight_decay=0.1, relative_step=False, scale_parameter=False
+    ),
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.5, weight_decay=0.1),
+    "MuonWithAdamW": lambda p: MuonWithAdamW(p, lr=0.5, weight_decay=0.1),
+    "AdamWBC": lambda p: AdamWBC(p, lr=0.5, noise_variance=0.04, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_decay_acts_once_and_on_the_weight_itself(name: str) -> None:
+    moved = {}
+    for decay in (0.0, 0.1):
+        g = torch.Generator().manual_seed(1)
+        weight, subspace = make()
+        optimizer = DECAYING[name]([weight])
+        (group,) = optimizer.param_groups
+        group["weight_decay"] = decay
+        subspace.adopt(optimizer)
+        tensor, way = subspace.tensors["w"], []
+        for _ in range(3):
+            before = weight.detach().clone()
+            gradient = torch.randn(tensor.projection.shape, generator=g)
+            subspace.set_gradients({"w": gradient})
+            optimizer.step()
+            assert tensor.stand_in.eq(0).all()
+            way.append(weight.detach() - before * (1 - 0.5 * decay))
+        moved[decay] = torch.stack(way)
+        assert optimizer.param_groups == [group] and len(group["params"]) == 1
+    # Gradients alone decide on the rest of the step: no optimizer sees the decayed weight.
+    torch.testing.assert_close(moved[0.1], moved[0.0], rtol=1e-5, atol=1e-6)
+    assert moved[0.0].norm() > 0
+
+
+def test_groups_stay_as_they_are() -> None:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"a": (9, 7), "b": (7,), "c": (6, 8), "frozen": (5, 4)}
+    weights = {n: nn.Parameter(torch.randn(s, generator=g)) for n, s in shapes.items()}
+    frozen = weights.pop("frozen").requires_grad_(False)
+    projections = {n: Projection(n, p.shape, rank=2) for n, p in weights.items()}
+    subspace = Subspace(weights, projections)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [weights["c"], frozen, weights["b"]], "weight_decay": 0.1, "lr": 0.2},
+            {"params": [weights["a"]], "lr": 0.4},
+            {"params": [frozen.clone().detach()]},
+        ]
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    groups = list(optimizer.param_groups)
+    subspace.adopt(optimizer)
+    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+    stand_ins = {n: t.stand_in for n, t in subspace.tensors.items()}
+    held = [[id(p) for p in group["params"]] for group in groups]
+    assert held == [[id(stand_ins["c"]), id(stand_ins["b"])], [id(stand_ins["a"])], []]
+    before = {n: p.detach().clone() for n, p in weights.items()}
+    for _ in range(2):
+        subspace.set_gradients({n: torch.zeros_like(s) for n, s in stand_ins.items()})
+        optimizer.step()
+        schedule.step()
+    decayed = (1 - 0.2 * 0.1) * (1 - 0.1 * 0.1)
+    for name in ("b", "c"):  # "b" is its own stand-in
+        torch.testing.assert_close(weights[name].detach(), before[name] * decayed)
+    assert optimizer.param_groups[1]["lr"] == 0.1
+
+
 def test_without_gradient_nothing_moves() -> None:
     weight, subspace = make()
     optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.1)
@@ -54,6 +144,8 @@ def test_optimizer_with_state_is_refused() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match="pass a new one"):
         subspace.adopt(optimizer)
+    with pytest.raises(ValueError, match="as Adagrad does from the start"):
+        subspace.adopt(torch.optim.Adagrad([weight]))
 
 
 @pytest.mark.parametrize("moments", ["keep", "reset", "carry"])

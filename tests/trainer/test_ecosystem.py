@@ -246,14 +246,66 @@ def test_own_optimizer_and_schedule(make_trainer: MakeTrainer, rank: int) -> Non
     trainer = make_trainer(
         model=model, more={"optimizers": (optimizer, schedule)}, rank=rank, max_steps=3
     )
-    if rank:
-        with pytest.raises(ValueError, match=r"schedule in `optimizers` was made for 1 group"):
-            trainer.train()
-        return
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     trainer.train()
     assert all(not torch.equal(before[n], p) for n, p in model.named_parameters())
     assert schedule.get_last_lr() == [0.4 * 0.5**3]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.4 * 0.5**3]
+
+
+def test_own_schedule_moves_projected_weights_at_its_rate(make_trainer: MakeTrainer) -> None:
+    # Without noise and signal, decay alone moves the weights, at the schedule's rate.
+    model = fresh()
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.5}, {"params": others, "lr": 0.0}], lr=0.4
+    )
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, after], [2])
+    trainer = make_trainer(
+        model=model,
+        more={"optimizers": (optimizer, schedule)},
+        max_steps=3,
+        noise_multiplier=0.0,
+        allow_zero_noise=True,
+        l2_clip_norm=1e-30,
+    )
+    name = "roberta.encoder.layer.0.output.dense.weight"
+    before = model.get_parameter(name).detach().clone()
+    trainer.train()
+    assert trainer._subspace.projections[name].side is not None
+    kept = (1 - 0.0 * 0.5) * (1 - 0.2 * 0.5) * (1 - 0.4 * 0.5)
+    torch.testing.assert_close(model.get_parameter(name).detach(), before * kept)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_own_schedule_does_not_know_of_other_rates(make_trainer: MakeTrainer, whole: bool) -> None:
+    model = fresh()
+    head = [p for n, p in model.named_parameters() if n.startswith("classifier")]
+    body = [p for n, p in model.named_parameters() if not n.startswith("classifier")]
+    parts = [head, body] if whole else [head + body]
+    optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=0.4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    options = {"head_modules": ["classifier"], "head_learning_rate": 0.8}
+    trainer = make_trainer(model=model, more={"optimizers": (optimizer, schedule)}, **options)
+    with pytest.raises(ValueError, match=r"schedule in `optimizers` was made before `head_learnin"):
+        trainer.train()
+    # The Trainer's own schedule, which is made later, takes them up.
+    optimizer = torch.optim.SGD([{"params": part} for part in parts], lr=0.4)
+    trainer = make_trainer(
+        model=model, more={"optimizers": (optimizer, None)}, max_steps=1, **options
+    )
+    trainer.train()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.8, 0.4]
+
+
+def test_optimizer_of_another_model_is_refused(make_trainer: MakeTrainer) -> None:
+    optimizer = torch.optim.SGD(fresh().parameters(), lr=0.1)
+    trainer = make_trainer(more={"optimizers": (optimizer, None)})
+    with pytest.raises(ValueError, match=r"holds parameters that are not the model's; build it on"):
+        trainer.train()
 
 
 def test_own_optimizer_with_model_init_is_refused(make_trainer: MakeTrainer) -> None:

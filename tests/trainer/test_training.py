@@ -371,6 +371,7 @@ def test_record_and_card(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     assert record["epsilon"] == trainer.plan.epsilon(4)
     assert record["plan"]["noise_multiplier"] == 1.0
     assert "NOT PRIVATE" in record["projection"]["randomness"]
+    assert record["plan"].pop("private_loss_bound") is None
     text = json.dumps(record)
     assert "loss" not in text and str(trainer.args.unsafe_test_seed) not in text
     card = (tmp_path / "out" / "README.md").read_text()
