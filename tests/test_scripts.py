@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import yaml
-from families import CAUSAL, make_model
+from families import CAUSAL, MASKED, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_dpgrape.presets import parse_arguments, preset_arguments
 
@@ -18,24 +21,66 @@ ROOT = Path(__file__).parents[1]
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    """A tiny causal language model with a word tokenizer."""
-    folder = tmp_path / "model"
-    make_model("gpt2", CAUSAL).float().save_pretrained(folder)
-    vocabulary = {"<unk>": 0, "<pad>": 1, "<eos>": 2} | {w: i + 3 for i, w in enumerate(WORDS)}
+#: What every run here has in common.
+COMMON: dict[str, Any] = {
+    "target_epsilon": 3,
+    "target_delta": 1e-2,
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "rank": 4,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+
+
+def save_model(folder: Path, family: str, head: str) -> Path:
+    """Saves a tiny model with a tokenizer that has the letters as words."""
+    make_model(family, head).float().save_pretrained(folder)
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
+    special |= {"mask_token": "<mask>"} if head == MASKED else {}
+    words = [*special.values(), *WORDS]
+    vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=tokenizer,
+        model_input_names=["input_ids", "attention_mask"],
+        **special,
     ).save_pretrained(folder)
     return folder
 
 
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A tiny causal language model with a word tokenizer."""
+    return save_model(tmp_path / "model", "gpt2", CAUSAL)
+
+
 def run(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs a script in this process."""
     monkeypatch.setattr("sys.argv", [script, *words])
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+
+
+def command_line(arguments: dict[str, Any], tmp_path: Path) -> list[str]:
+    """A preset of these arguments and the common ones."""
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(yaml.safe_dump({**COMMON, "output_dir": str(tmp_path / "out"), **arguments}))
+    return [str(preset)]
+
+
+def results(tmp_path: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """The privacy record and the evaluation of a run that did what it was asked for."""
+    record = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    assert record["steps_done"] == record["plan"]["num_steps"] == 2
+    assert 2.9 < record["epsilon"] <= 3
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "**" in (tmp_path / "out" / "README.md").read_text()
+    return record, json.loads((tmp_path / "out" / "eval_results.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
@@ -48,31 +93,37 @@ def test_run_clm(
     else:
         lines = [json.dumps({"meaning": f"a b {w}", "said": f"{w} c d"}) for w in WORDS]
     train.write_text("\n".join(lines) + "\n")
-    preset = tmp_path / "preset.yaml"
     arguments = {
         "model_name_or_path": str(model_folder),
         "train_file": str(train),
         "validation_file": str(train),
-        "output_dir": str(tmp_path / "out"),
-        "target_epsilon": 3,
-        "target_delta": 1e-2,
         "max_steps": 9,
-        "per_device_train_batch_size": 4,
-        "rank": 4,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
     }
     if kind == "jsonl":
         arguments |= {"prompt_column": "meaning", "target_column": "said"}
-    preset.write_text(yaml.safe_dump(arguments))
-    run("run_clm.py", [str(preset), "--max_steps", "2"], monkeypatch, tmp_path)
-    record = json.loads((tmp_path / "out" / "privacy.json").read_text())
-    assert record["steps_done"] == record["plan"]["num_steps"] == 2
-    assert 2.9 < record["epsilon"] <= 3
-    assert "perplexity" in json.loads((tmp_path / "out" / "eval_results.json").read_text())
-    assert (tmp_path / "out" / "README.md").is_file()
+    words = command_line(arguments, tmp_path)
+    run("run_clm.py", [*words, "--max_steps", "2"], monkeypatch, tmp_path)
+    assert "perplexity" in results(tmp_path)[1]
+
+
+def test_prompts_and_targets_from_templates(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fields of fields are found, the loss is on the target, a long prompt loses its beginning."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = runpy.run_path(str(ROOT / "scripts" / "run_clm.py"), run_name="imported")
+    rows = {"asked": ["a b c", "a b c d e f g"], "said": [{"text": ["x y"]}, {"text": ["z"]}]}
+    data = script["DataArguments"](
+        prompt_template="q {asked}", target_template="{said[text][0]}", block_size=6
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    encoded = script["tokenize"](datasets.Dataset.from_dict(rows), data, tokenizer)
+    texts = [tokenizer.decode(ids) for ids in encoded["input_ids"]]
+    assert texts == ["a b c x y <eos>", "d e f g z <eos>"]
+    assert [sum(label != -100 for label in labels) for labels in encoded["labels"]] == [3, 2]
+    data.prompt_template = "{questions} {said}"
+    with pytest.raises(SystemExit, match=r"Expected the columns \['questions'\]"):
+        script["tokenize"](datasets.Dataset.from_dict(rows), data, tokenizer)
 
 
 def test_run_clm_says_what_is_missing(
@@ -86,17 +137,65 @@ def test_run_clm_says_what_is_missing(
         run("run_clm.py", [*words, "--train_file", "nowhere.txt"], monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("preset", sorted((ROOT / "training_args").glob("*.yaml")), ids=str)
-def test_presets_parse_and_calibrate(preset: Path, tmp_path: Path) -> None:
-    namespace = runpy.run_path(str(ROOT / "scripts" / "run_clm.py"), run_name="imported")
-    kinds = [namespace["ModelArguments"], namespace["DataArguments"]]
-    from hf_dpgrape import DPGrapeTrainingArguments
+PRESETS = sorted((ROOT / "training_args").rglob("*.yaml"))
 
+#: Training examples of the presets that take all of a data set, by its name on the hub.
+NUM_EXAMPLES = {"mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000, "sst2": 67_349}
+
+
+def num_examples(values: dict[str, Any]) -> int:
+    """On how many examples a preset trains."""
+    if "train_samples_per_class" in values:
+        return values["train_samples_per_class"] * len(values["label_words"])
+    name = values.get("dataset_name") or values.get("task_name")
+    return values.get("max_train_samples") or NUM_EXAMPLES.get(name, 10_000)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_presets_parse_and_calibrate(
+    preset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first line names the script, which knows every argument; the plan keeps its epsilon."""
+    first = preset.read_text().splitlines()[0]
+    found = re.fullmatch(r"# scripts/(run_\w+\.py): (.{20,})", first)
+    assert found, first
+    assert "arXiv 2506.15588" in first or found[2].startswith("ours")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    namespace = runpy.run_path(str(ROOT / "scripts" / found[1]), run_name="imported")
+    kinds = [namespace[name] for name in ("ModelArguments", "DataArguments")]
     words = [str(preset), "--output_dir", str(tmp_path)]
-    _, _, args = parse_arguments([*kinds, DPGrapeTrainingArguments], words)
-    plan = args.make_plan(10_000)
+    model, _, args = parse_arguments([*kinds, namespace["DPGrapeTrainingArguments"]], words)
+    values = yaml.safe_load(preset.read_text())
+    plan = args.make_plan(num_examples(values), has_head=True)
     assert plan.epsilon() <= args.target_epsilon
-    assert preset.read_text().startswith("#")
+    assert plan.epsilon() > 0.99 * args.target_epsilon
+    assert plan.target_delta <= 1 / plan.num_examples
+    assert args.expected_batch_size % args.per_device_train_batch_size == 0
+    assert getattr(model, "model_name_or_path", None) or model.model_type
+
+
+def test_all_published_experiments_have_a_preset() -> None:
+    names = {str(p.relative_to(ROOT / "training_args").with_suffix("")) for p in PRESETS}
+    texts = ("sst2", "sst5", "snli", "mnli", "rte", "trec")
+    want = {f"roberta_large/{t}_epsilon_{e}" for t in texts for e in (2, 6)}
+    want |= {
+        f"opt_{size}/{t}"
+        for size in ("1.3b", "2.7b", "6.7b")
+        for t in ("sst2", "boolq", "squad", "drop")
+    }
+    pictures = ("mnist", "cifar10", "cifar100")
+    want |= {f"vit_base/{t}_epsilon_{e}" for t in pictures for e in (1, 2, 4, 8)}
+    assert want <= names
+    assert {name.partition("/")[0] for name in names - want} == {"ours", "opt_6.7b_24gb"}
+    for name in want:
+        _, _, epsilon = name.partition("_epsilon_")
+        values = yaml.safe_load((ROOT / "training_args" / f"{name}.yaml").read_text())
+        assert values["target_epsilon"] == int(epsilon or 2)
+
+
+@pytest.mark.parametrize("name", ["run_glue", "run_clm", "run_image_classification"])
+def test_scripts_are_short(name: str) -> None:
+    assert len((ROOT / "scripts" / f"{name}.py").read_text().splitlines()) <= 150
 
 
 def test_wrong_presets(tmp_path: Path) -> None:

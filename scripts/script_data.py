@@ -1,0 +1,262 @@
+"""What the scripts share: data from the hub or files, labels, metrics, one-sentence errors."""
+
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import datasets
+from datasets.exceptions import DatasetGenerationError
+from transformers import EvalPrediction
+
+from hf_dpgrape import DPGrapeTrainer
+
+T = TypeVar("T")
+UNLABELED = "(unlabeled)"
+METRICS = str(Path(__file__).parents[1] / "metrics" / "glue")
+
+# Only an empty field is a missing one: "NA" and "null" are words.
+_CSV = {"keep_default_na": False, "na_values": [""]}
+# Fields of a .tsv file are not quoted, as in GLUE's.
+_TSV = {"sep": "\t", "quoting": csv.QUOTE_NONE, **_CSV}
+READERS = {
+    "txt": ("text", {}),
+    "csv": ("csv", _CSV),
+    "tsv": ("csv", _TSV),
+    "json": ("json", {}),
+    "jsonl": ("json", {}),
+    "parquet": ("parquet", {}),
+}
+
+
+# The GLUE tasks: columns of text, and the order of the labels where files spell them out.
+_PAIR, _NLI = ["sentence1", "sentence2"], ["entailment", "not_entailment"]
+GLUE = "nyu-mll/glue"
+GLUE_TASKS: dict[str, tuple[list[str], list[str]]] = {
+    "cola": (["sentence"], []),
+    "sst2": (["sentence"], []),
+    "mrpc": (_PAIR, []),
+    "stsb": (_PAIR, []),
+    "qqp": (["question1", "question2"], []),
+    "mnli": (["premise", "hypothesis"], ["entailment", "neutral", "contradiction"]),
+    "qnli": (["question", "sentence"], _NLI),
+    "rte": (_PAIR, _NLI),
+    "wnli": (_PAIR, []),
+}
+
+
+@dataclass
+class SourceArguments:
+    """Where the data come from: the hub, or local files."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub name of a data set."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
+    dataset_revision: str | None = field(
+        default=None, metadata={"help": "Its revision; `refs/convert/parquet` if it is a program."}
+    )
+    train_file: str | None = field(
+        default=None, metadata={"help": f"Local file: {', '.join(READERS)}."}
+    )
+    validation_file: str | None = field(default=None, metadata={"help": "Such a file too."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Train on the first so many; epsilon is for those."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first so many."}
+    )
+
+
+def or_exit(load: Callable[[], T], what: str, name: str) -> T:
+    """What `load` returns, or one sentence if neither a folder nor the hub has it."""
+    try:
+        return load()
+    except OSError as error:
+        sys.exit(
+            f"The {what} `{name}` is no local folder and could not be had from the hub "
+            f"({type(error).__name__}); download it elsewhere and pass where it lies."
+        )
+
+
+def read_file(path: str) -> datasets.Dataset:
+    """The rows of a local file, or the pictures of a folder with one folder per class."""
+    suffix = Path(path).suffix.lstrip(".")
+    if not Path(path).exists():
+        sys.exit(f"Expected data, found nothing at {path}.")
+    if Path(path).is_dir():
+        kind, options = "imagefolder", {"data_dir": path}
+    elif suffix in READERS:
+        kind, options = READERS[suffix]
+        options = {"data_files": path, **options}
+    else:
+        sys.exit(f"Expected a data file of type {', '.join(READERS)}, got {path}.")
+    try:
+        return datasets.load_dataset(kind, split="train", **options)
+    except (DatasetGenerationError, OSError, ValueError) as error:  # may show a record
+        sys.exit(
+            f"Expected rows of one shape in {path}, could not read it as {kind} "
+            f"({type(error.__cause__ or error).__name__}); check its columns and separator."
+        )
+
+
+def load_splits(source: SourceArguments) -> dict[str, datasets.Dataset]:
+    """Training and, if there are any, validation rows by split; test rows if there are no others.
+
+    Raises:
+        SystemExit: with one sentence, if there are none to be had.
+    """
+    if source.train_file:
+        splits = {"train": read_file(source.train_file)}
+        if source.validation_file:
+            splits["validation"] = read_file(source.validation_file)
+    elif source.dataset_name is None:
+        sys.exit("Expected `--train_file` or the hub name of a data set, got neither.")
+    else:
+        splits = load_from_hub(source)
+    limits = {"train": source.max_train_samples}
+    return {
+        name: first(split, limits.get(name, source.max_eval_samples))
+        for name, split in splits.items()
+    }
+
+
+def load_from_hub(source: SourceArguments) -> dict[str, datasets.Dataset]:
+    """The splits of a hub data set, "train" among them."""
+    name = source.dataset_name
+
+    def load() -> datasets.DatasetDict:
+        return datasets.load_dataset(
+            name, source.dataset_config_name, revision=source.dataset_revision
+        )
+
+    splits = dict(or_exit(load, "data set", name))
+    if "train" not in splits:
+        sys.exit(f"Expected a split `train` in the data set `{name}`, found {sorted(splits)}.")
+    if not any(split.startswith("validation") for split in splits) and "test" in splits:
+        splits["validation"] = splits.pop("test")
+    return {s: rows for s, rows in splits.items() if s == "train" or s.startswith("validation")}
+
+
+def first(split: datasets.Dataset, limit: int | None) -> datasets.Dataset:
+    """The first so many rows; all without a limit."""
+    return split if limit is None else split.select(range(min(limit, len(split))))
+
+
+def require_columns(split: datasets.Dataset, columns: Sequence[str]) -> None:
+    """Exits with a sentence if a column is missing."""
+    if missing := [column for column in columns if column not in split.column_names]:
+        sys.exit(
+            f"Expected the columns {missing} in the data, found {split.column_names}; name yours "
+            "by the arguments that end in `_column`."
+        )
+
+
+def text_columns(split: datasets.Dataset, without: str) -> list[str]:
+    """The first one or two columns of text, apart from one."""
+    kinds = {name: str(getattr(f, "dtype", "")) for name, f in split.features.items()}
+    found = [name for name, kind in kinds.items() if "string" in kind and name != without]
+    if not found:
+        sys.exit(f"Expected a column of text in the data, found {split.column_names}.")
+    return found[:2]
+
+
+def label_names(
+    split: datasets.Dataset, column: str, known: Sequence[str] = ()
+) -> list[str] | None:
+    """Names of the classes in their order, which are taken as public; None for real numbers.
+
+    Args:
+        split: the training rows.
+        column: where the labels are.
+        known: the order of the classes, if it is agreed on; otherwise they are sorted.
+    """
+    feature = split.features[column]
+    if isinstance(feature, datasets.ClassLabel):
+        return list(feature.names)
+    if "float" in str(feature.dtype):
+        return None
+    found = set(split.unique(column)) - {None}
+    return list(known) if found <= set(known) else [str(value) for value in sorted(found)]
+
+
+def with_labels(split: datasets.Dataset, column: str, names: list[str] | None) -> datasets.Dataset:
+    """The rows with a column `labels` of class numbers, or of real numbers if names is None.
+
+    Rows that their data set marks as unlabeled (class -1) are left out.
+    """
+    feature, values = split.features[column], list(split[column])
+    if any(value is None or value != value for value in values):
+        sys.exit(f"Expected a label in every row, but some of the column `{column}` are empty.")
+    if names is None:
+        labels = [float(value) for value in values]
+    else:
+        if isinstance(feature, datasets.ClassLabel):
+            values = [UNLABELED if value < 0 else feature.names[value] for value in values]
+        numbers = {name: number for number, name in enumerate(names)} | {UNLABELED: -1}
+        if unknown := {str(value) for value in values} - numbers.keys():
+            sys.exit(
+                f"Expected labels from the training data ({', '.join(names)}) in the column "
+                f"`{column}`, found {len(unknown)} others."
+            )
+        labels = [numbers[str(value)] for value in values]
+    replaced = [name for name in (column, "labels") if name in split.column_names]
+    labeled = split.remove_columns(replaced).add_column("labels", labels)
+    kept = [row for row, label in enumerate(labels) if names is None or label >= 0]
+    return labeled if len(kept) == len(labels) else labeled.select(kept)
+
+
+def first_per_class(split: datasets.Dataset, num_per_class: int) -> datasets.Dataset:
+    """The first so many rows of each class, in their order."""
+    seen: dict[int, int] = {}
+    kept = []
+    for row, label in enumerate(split["labels"]):
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] <= num_per_class:
+            kept.append(row)
+    return split.select(kept)
+
+
+def class_options(names: list[str] | None) -> dict[str, Any]:
+    """What a model's configuration holds about its classes; about a regression if names is None."""
+    labels = ["score"] if names is None else names
+    return {
+        "num_labels": len(labels),
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: number for number, label in enumerate(labels)},
+        "problem_type": "regression" if names is None else "single_label_classification",
+    }
+
+
+def metrics_of(task: str) -> Callable[[EvalPrediction], dict[str, float]]:
+    """The `compute_metrics` of a task, from the local GLUE metrics."""
+    try:
+        import evaluate  # not a dependency of the package
+
+        metric = evaluate.load(METRICS, task, keep_in_memory=True)
+    except ImportError:
+        sys.exit("Expected `evaluate` and scikit-learn: `pip install 'hf-dpgrape[evaluate]'`.")
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        logits = prediction.predictions
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        found = logits.squeeze(-1) if logits.shape[-1] == 1 else logits.argmax(-1)
+        return metric.compute(predictions=found, references=prediction.label_ids)
+
+    return compute
+
+
+def report(trainer: DPGrapeTrainer, metrics: dict[str, float]) -> None:
+    """Writes metrics, model, privacy record and card, and prints a last line."""
+    if isinstance(trainer.eval_dataset, dict):
+        trainer.log(metrics)  # the card shows what was logged last
+    if metrics:
+        trainer.save_metrics("eval", metrics)
+    trainer.save_model()
+    trainer.create_model_card()
+    if trainer.is_world_process_zero():
+        rest = ("runtime", "per_second", "epoch")
+        shown = [f"{k}={v:.4g}" for k, v in metrics.items() if not k.endswith(rest)]
+        epsilon, delta = trainer.plan.epsilon(trainer.state.global_step), trainer.plan.target_delta
+        folder = trainer.args.output_dir
+        print(f"epsilon={epsilon:.4g} at delta={delta:g}", *shown, f"model and card in {folder}")
