@@ -30,7 +30,7 @@ _HIDDEN_SIZES = ("hidden_size", "d_model")
 
 EXTRAPOLATION = (
     "DP-muP's rates are derived for weights initialized in muP. This model was loaded from a "
-    "checkpoint, for which they are an extrapolation: look at `hf-dpgrape coord-check` first."
+    "checkpoint, for which they are an extrapolation: look at `hf-dpgrape coord-check NARROW WIDE`."
 )
 
 

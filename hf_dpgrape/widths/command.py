@@ -120,7 +120,13 @@ def _add_coordinates(commands: Any) -> None:
     check = commands.add_parser("coord-check", help="do activations stay as large at every width?")
     check.set_defaults(run=_check)
     add = check.add_argument
-    add("model", metavar="MODEL_OR_CONFIG", help="the narrow model: folder, config.json or name")
+    add(
+        "models",
+        metavar="MODEL_OR_CONFIG",
+        nargs="+",
+        help="the narrow model (folder, config.json or name on the Hub), which is widened; or "
+        "checkpoints of several widths, narrow to wide, whose weights are used",
+    )
     add("--task", default="auto", help="head, as `causal-lm` (default: the configuration's own)")
     add("--factors", type=int, nargs="+", default=[1, 2, 4, 8], help="widths over the narrow one's")
     add("--optim", default="adamw_torch", help="adamw_torch, sgd, muon, ... (default: adamw_torch)")

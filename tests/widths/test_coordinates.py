@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from families import make_config
+import torch
+from families import CAUSAL, HEADS, make_config
 
 from hf_dpgrape.cli import main
 from hf_dpgrape.inspection import build_on_meta
@@ -44,6 +45,23 @@ def test_table_and_picture(vit: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "largest slope of an output" in printed and "Norms are divided by" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpoints_of_two_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for factor in (1, 2):
+        config = widened(make_config("gpt2"), factor)
+        torch.manual_seed(0)
+        HEADS[CAUSAL].from_config(config).save_pretrained(tmp_path / str(factor))
+        folders.append(str(tmp_path / str(factor)))
+    assert main(["coord-check", *folders, "--steps", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["factors"] == [1, 2]
+    slopes = told["slopes"]
+    name = "transformer.h.1.mlp.c_fc"
+    assert abs(slopes["dpmup"]["update"][name]) < 0.2 < slopes["standard"]["update"][name]
+    assert main(["coord-check", *reversed(folders)]) == 2
+    assert "from narrow to wide, got hidden sizes [48, 24]" in capsys.readouterr().err
 
 
 def test_heads_keep_their_size() -> None:
