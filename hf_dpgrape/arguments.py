@@ -95,6 +95,10 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "choices": ["keep", "reset", "carry"],
         },
     )
+    optim: str = field(  # transformers' own type would have HfArgumentParser refuse our names
+        default="adamw_torch_fused",
+        metadata={"help": "As in transformers, or muon (with AdamW for the rest), or adamw_bc."},
+    )
     # None first, as transformers has it: HfArgumentParser fails on any other order.
     optim_target_modules: None | str | list[str] = field(  # noqa: RUF036
         default=None,

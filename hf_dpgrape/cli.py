@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hf_dpgrape.budget import add_run_arguments, plan_of
 from hf_dpgrape.memory.command import add_parser as add_memory
 from hf_dpgrape.privacy.accounting import Accountant
-from hf_dpgrape.privacy.plan import PrivacyPlan, planned_steps, steps_per_epoch
+from hf_dpgrape.privacy.plan import PrivacyPlan, steps_per_epoch
 from hf_dpgrape.widths.command import add_parsers as add_widths
 
 if TYPE_CHECKING:
@@ -58,20 +59,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_budget(commands: Any) -> None:
     budget = commands.add_parser("budget", help="the privacy plan of a run, without data or model")
     budget.set_defaults(run=_budget)
-    add = budget.add_argument
-    add("--num_examples", type=int, required=True, help="size of the training set")
-    add("--expected_batch_size", type=int, required=True, help="mean examples per step")
-    length = budget.add_mutually_exclusive_group(required=True)
-    length.add_argument("--num_train_epochs", type=float, help="length of the run in epochs")
-    length.add_argument("--max_steps", type=int, help="length of the run in steps")
-    add("--target_epsilon", type=float, help="epsilon of the whole run, or:")
-    add("--noise_multiplier", type=float, help="noise standard deviation over clip norm")
-    add("--target_delta", type=float, required=True, help="delta; below 1 / num_examples")
-    add("--plot", metavar="FILE.png", help="also draw epsilon and noise (needs matplotlib)")
+    add_run_arguments(budget)
+    budget.add_argument(
+        "--plot", metavar="FILE.png", help="also draw epsilon and noise (needs matplotlib)"
+    )
 
 
 def _budget(arguments: argparse.Namespace) -> int:
-    plans = _plans(arguments)
+    plans = {name: plan_of(arguments, accountant=name) for name in get_args(Accountant)}
     report = budget_report(plans)
     if arguments.plot:
         from hf_dpgrape.plots import plot_budget, save_figure  # matplotlib is optional
@@ -88,41 +83,6 @@ def _budget(arguments: argparse.Namespace) -> int:
             "that size, publishing one random record outright would qualify."
         )
     return 0
-
-
-def _plans(arguments: argparse.Namespace) -> dict[Accountant, PrivacyPlan]:
-    """The plan of a run, calibrated by each accountant.
-
-    Raises:
-        ValueError: the numbers describe no private run.
-    """
-    a = arguments
-    if a.max_steps is not None and a.max_steps < 1:
-        raise ValueError(f"`max_steps` must be one or more, got {a.max_steps}.")
-    if a.noise_multiplier is not None and 0 <= a.noise_multiplier < 0.01:
-        raise ValueError(
-            f"`noise_multiplier`={a.noise_multiplier} gives no privacy to speak of: expected at "
-            "least 0.01; take more noise, or give `target_epsilon` instead."
-        )
-    num_steps = planned_steps(
-        a.num_examples,
-        a.expected_batch_size,
-        num_train_epochs=a.num_train_epochs or 0.0,
-        max_steps=a.max_steps or -1,
-    )
-    return {
-        accountant: PrivacyPlan.calibrated(
-            target_epsilon=a.target_epsilon,
-            noise_multiplier=a.noise_multiplier,
-            num_examples=a.num_examples,
-            expected_batch_size=a.expected_batch_size,
-            num_steps=num_steps,
-            l2_clip_norm=1.0,
-            target_delta=a.target_delta,
-            accountant=accountant,
-        )
-        for accountant in get_args(Accountant)
-    }
 
 
 def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:

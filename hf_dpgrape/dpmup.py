@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.engine.tensors import loaded_tensors, make_projections
 from hf_dpgrape.inspection import load_config
 from hf_dpgrape.mup.rules import OptimizerKind, Transfer, transfer
-from hf_dpgrape.mup.shapes import Layer, layers_of, output_layers
+from hf_dpgrape.mup.shapes import Layer, hidden_matrices, layers_of, output_layers
 from hf_dpgrape.optimizers import MUON
+from hf_dpgrape.refusals import UNSUPPORTED_OPTIMIZERS
 
 logger = logging.get_logger(__name__)
 
@@ -52,7 +54,7 @@ class WidthTransfer:
     optimizer: OptimizerKind
     conventions: tuple[str, ...]
 
-    @property
+    @cached_property
     def clip_groups(self) -> dict[str, str]:
         """Tensor -> name of its layer."""
         return {name: key for key, layer in self.layers.items() for name in layer.tensors}
@@ -75,17 +77,19 @@ class WidthTransfer:
 
 
 def optimizer_kind(optim: str) -> OptimizerKind:
-    """Which rule an optimizer of transformers or of this package follows.
+    """Which rule an optimizer follows, by its name in transformers or its class's.
 
     Raises:
         ValueError: its step neither keeps nor loses the gradient's scale in a way we know.
     """
-    if optim == MUON:
-        return "muon"
-    if optim == "sgd":
-        return "sgd"
-    if any(word in optim for word in ("adam", "rmsprop", "lion", "adafactor", "ademamix")):
-        return "adam"
+    name = optim.lower()
+    if not any(word in name for word in UNSUPPORTED_OPTIMIZERS):
+        if MUON in name:
+            return "muon"
+        if name == "sgd":
+            return "sgd"
+        if any(word in name for word in ("adam", "rmsprop", "lion", "adafactor", "ademamix")):
+            return "adam"
     raise ValueError(
         f"DP-muP knows rules for sgd, Adam-like optimizers and muon, got `optim={optim}`; choose "
         "one of these, or leave `dpmup_base_model` out."
@@ -114,7 +118,7 @@ def width_transfer(
         rank: rank of the projection of the wide model's run; 0 for none.
         proxy_rank: rank in the proxy's run.
         scale: `projection_scale` of both.
-        head: tensors that are not projected.
+        head: tensors that are not projected, and that Muon does not take.
         target_modules: which tensors are projected, as `optim_target_modules`.
 
     Raises:
@@ -132,7 +136,9 @@ def width_transfer(
             target_modules=target_modules,
         )
         return layers_of(
-            of, {n: (p.rank, p.entry_stddev) for n, p in projections.items() if p.rank}
+            of,
+            {n: (p.rank, p.entry_stddev) for n, p in projections.items() if p.rank},
+            hidden=hidden_matrices(of) - head,
         )
 
     target, narrow = layers(model, rank), layers(proxy, proxy_rank)
@@ -179,6 +185,7 @@ def _conventions(
             "1 / d_head is not applied; widen a model by more heads of one size."
         )
     said.append("Decoupled weight decay follows each tensor's rate.")
+    said.append("For weights that are not initialized in muP, as a checkpoint's, it extrapolates.")
     return said
 
 
@@ -194,7 +201,9 @@ def _head_size(config: Any) -> int | None:
         return int(size)
     heads = next((getattr(config, name) for name in _NUM_HEADS if hasattr(config, name)), None)
     hidden = next((getattr(config, name) for name in _HIDDEN_SIZES if hasattr(config, name)), None)
-    return hidden // heads if heads and hidden else None
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return None  # as in Swin, whose stages differ
+    return hidden // heads
 
 
 def proxy_of(model: Any, base_model: str) -> nn.Module:

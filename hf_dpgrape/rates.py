@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.dpmup import WidthTransfer
+from hf_dpgrape.dpmup import WidthTransfer, optimizer_kind
 from hf_dpgrape.mup.shapes import hidden_matrices, layers_of
 from hf_dpgrape.optimizers import (
     ADAMW_BC,
@@ -73,7 +73,8 @@ def set_rates(
         Whether anything was changed, so that a schedule made before does not fit.
 
     Raises:
-        ValueError: the optimizer holds parameters that are not the model's.
+        ValueError: the optimizer holds parameters that are not the model's, or DP-muP has another
+            rule for it than for `optim`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     is_muon = isinstance(optimizer, MuonWithAdamW)
@@ -83,6 +84,8 @@ def set_rates(
 
     def settings(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
         name = names[id(parameter)]
+        if not parameter.requires_grad:  # an own optimizer may hold these too
+            return {}
         # A schedule that exists already has set "lr" to that of its first step.
         base = rate = group.get("initial_lr", group["lr"])
         if name in head and args.head_learning_rate is not None:
@@ -102,6 +105,13 @@ def set_rates(
             "The optimizer in `optimizers` holds parameters that are not the model's; build it on "
             "`model.parameters()` of the model that the trainer gets."
         )
+    if width_transfer is not None:
+        used = type(optimizer).__name__
+        if optimizer_kind(used) != width_transfer.optimizer:
+            raise ValueError(
+                f"The optimizer that was passed is {used}, but `optim={args.optim_name}` decides "
+                "which rule DP-muP follows; set `optim` to the optimizer that is used."
+            )
     was_set = any(settings(p, group) for p, group in pairs)
     regroup(optimizer, settings)
     return was_set

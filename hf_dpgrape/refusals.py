@@ -7,7 +7,7 @@ import os
 from transformers import TrainingArguments
 
 #: Optimizers that keep weights of their own or need gradients of full size.
-_UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
+UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
 
 #: What `accelerate launch` may decide by environment variables: harmless values, reason.
 _LAUNCHER_REFUSALS = {
@@ -92,7 +92,7 @@ def _system_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
             "its reports print values of private activations",
         ),
         "optim": (
-            any(name in _word(args.optim) for name in _UNSUPPORTED_OPTIMIZERS),
+            any(name in _word(args.optim) for name in UNSUPPORTED_OPTIMIZERS),
             "this optimizer keeps weights or projections of its own; use an ordinary one such "
             "as adamw_torch or sgd, the projection is ours",
         ),

@@ -9,6 +9,7 @@ therefore cut at `block_size`, never joined: a block made of several records wou
 each of them was used. Prompts and targets come from columns, or from templates over columns.
 """
 
+import functools
 import math
 import re
 import sys
@@ -18,7 +19,13 @@ from string import Formatter
 import datasets
 import script_data
 from script_data import or_exit
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    set_seed,
+)
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
 from hf_dpgrape.presets import parse_arguments
@@ -30,7 +37,18 @@ IGNORED = -100
 class ModelArguments:
     """Which model."""
 
-    model_name_or_path: str = field(metadata={"help": "Folder or hub name of the model."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder or hub name of the model."}
+    )
+    config_name: str | None = field(
+        default=None, metadata={"help": "Folder or hub name of a new model's configuration."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Folder or hub name of a new model's tokenizer."}
+    )
+    mup_init: bool = field(
+        default=False, metadata={"help": "Initialize a new model in muP, see docs/dpmup.md."}
+    )
     dtype: str = field(
         default="float32",
         metadata={"help": "Of the loaded weights: float32 or bfloat16 (half the memory)."},
@@ -84,22 +102,30 @@ def tokenize(split: datasets.Dataset, data: DataArguments, tokenizer) -> dataset
     return split.map(encode, remove_columns=split.column_names)
 
 
+def load_model(arguments: ModelArguments) -> tuple:
+    """The model, from a checkpoint or new, and its tokenizer."""
+    name = arguments.config_name or arguments.model_name_or_path
+    if name is None or (arguments.config_name and not arguments.tokenizer_name):
+        sys.exit("Expected `--model_name_or_path`, or `--config_name` with `--tokenizer_name`.")
+    named = arguments.tokenizer_name or name
+    tokenizer = or_exit(lambda: AutoTokenizer.from_pretrained(named), "tokenizer", named)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if arguments.config_name:
+        config = or_exit(lambda: AutoConfig.from_pretrained(name), "configuration", name)
+        model = AutoModelForCausalLM.from_config(config, dtype=arguments.dtype)
+        return script_data.initialized(model, in_mup=arguments.mup_init), tokenizer
+    options = {"dtype": arguments.dtype, "low_cpu_mem_usage": True}
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, name, **options)
+    return or_exit(load, "model", name), tokenizer
+
+
 def main() -> None:
     """Trains, evaluates, and writes the model, its privacy record and its card."""
     kinds = (ModelArguments, DataArguments, DPGrapeTrainingArguments)
     model_args, data_args, args = parse_arguments(kinds, sys.argv[1:])
     set_seed(args.seed)
     splits = script_data.load_splits(data_args)
-    name = model_args.model_name_or_path
-    tokenizer = or_exit(lambda: AutoTokenizer.from_pretrained(name), "model", name)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = or_exit(
-        lambda: AutoModelForCausalLM.from_pretrained(
-            name, dtype=model_args.dtype, low_cpu_mem_usage=True
-        ),
-        "model",
-        name,
-    )
+    model, tokenizer = load_model(model_args)
     splits = {kind: tokenize(split, data_args, tokenizer) for kind, split in splits.items()}
     trainer = DPGrapeTrainer(
         model=model,

@@ -43,6 +43,9 @@ class ModelArguments:
     config_name: str | None = field(
         default=None, metadata={"help": "Folder or hub name of a new model's configuration."}
     )
+    mup_init: bool = field(
+        default=False, metadata={"help": "Initialize a new model in muP, see docs/dpmup.md."}
+    )
     model_type: str = field(
         default="vit", metadata={"help": "Kind of a new model without either, as vit or deit."}
     )
@@ -117,6 +120,7 @@ def main() -> None:
         side = {"height": config.image_size, "width": config.image_size}
         processor = ViTImageProcessor(size=side)
         model = AutoModelForImageClassification.from_config(config, dtype=model_args.dtype)
+        script_data.initialized(model, in_mup=model_args.mup_init)
     else:
         processor = or_exit(
             lambda: AutoImageProcessor.from_pretrained(checkpoint), "model", checkpoint

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import datasets
 from datasets.exceptions import DatasetGenerationError
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dpgrape import DPGrapeTrainer
+from hf_dpgrape.mup.initialization import initialize_mup_
 
 T = TypeVar("T")
 UNLABELED = "(unlabeled)"
@@ -77,6 +78,16 @@ def or_exit(load: Callable[[], T], what: str, name: str) -> T:
             f"The {what} `{name}` is no local folder and could not be had from the hub "
             f"({type(error).__name__}); download it elsewhere and pass where it lies."
         )
+
+
+def initialized(model: PreTrainedModel, *, in_mup: bool) -> PreTrainedModel:
+    """A new model, whose weights are put into muP if that is asked for."""
+    if in_mup:
+        try:
+            initialize_mup_(model)
+        except ValueError as error:
+            sys.exit(f"`--mup_init` is not possible: {error}")
+    return model
 
 
 def read_file(path: str) -> datasets.Dataset:

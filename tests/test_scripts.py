@@ -11,11 +11,13 @@ from typing import Any
 import datasets
 import pytest
 import yaml
-from families import CAUSAL, MASKED, make_model
+from families import CAUSAL, MASKED, make_config, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hf_dpgrape.cli import main
 from hf_dpgrape.presets import parse_arguments, preset_arguments
+from hf_dpgrape.widths.coordinates import widened
 
 ROOT = Path(__file__).parents[1]
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
@@ -204,3 +206,36 @@ def test_wrong_presets(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     with pytest.raises(ValueError, match="lines `name: value`"):
         preset_arguments(tmp_path / "list.yaml")
+
+
+def test_run_clm_from_scratch_with_a_transfers_preset(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way that docs/dpmup.md describes, from `transfer` to a record."""
+    for name, factor in (("narrow", 1), ("wide", 2)):
+        config = widened(make_config("gpt2"), factor)
+        config.tie_word_embeddings = False
+        config.architectures = ["GPT2LMHeadModel"]
+        config.save_pretrained(tmp_path / name)
+    train, preset = tmp_path / "train.txt", tmp_path / "preset.yaml"
+    train.write_text("\n".join(" ".join(WORDS[i % 20 : i % 20 + 4]) for i in range(30)) + "\n")
+    words = ["--num_examples", "30", "--expected_batch_size", "6", "--max_steps", "2"]
+    words += ["--target_epsilon", "3", "--target_delta", "1e-2", "--output", str(preset)]
+    ends = ["--base", str(tmp_path / "narrow"), "--target", str(tmp_path / "wide")]
+    assert main(["transfer", *ends, *words, "--optim", "muon", "--rank", "4"]) == 0
+    more = ["--tokenizer_name", str(model_folder), "--train_file", str(train)]
+    more += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--save_strategy", "no"]
+    run("run_clm.py", [str(preset), *more, "--disable_tqdm", "true"], monkeypatch, tmp_path)
+    record = json.loads((tmp_path / "out" / "privacy.json").read_text())
+    assert record["dpmup"]["base_model"] == "narrow" and record["dpmup"]["optimizer"] == "muon"
+    assert record["steps_done"] == 2 and 2.9 < record["epsilon"] <= 3
+
+
+def test_run_clm_needs_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = tmp_path / "train.txt"
+    train.write_text("a b c\n")
+    words = ["--train_file", str(train), "--output_dir", str(tmp_path / "out")]
+    words += ["--noise_multiplier", "1", "--target_delta", "1e-3", "--report_to", "none"]
+    for more in ([], ["--config_name", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="or `--config_name` with `--tokenizer_name`"):
+            run("run_clm.py", [*words, *more], monkeypatch, tmp_path)

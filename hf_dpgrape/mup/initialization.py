@@ -11,9 +11,7 @@ from torch import nn
 from hf_dpgrape.mup.shapes import layers_of, output_layers
 
 #: Last names of layers that write into the residual stream, once per residual connection.
-_RESIDUAL_OUTPUTS = re.compile(
-    r"(^|\.)(c_proj|o_proj|out_proj|down_proj|fc2|output\.dense|attention\.o_proj|wo)$"
-)
+_RESIDUAL_OUTPUTS = re.compile(r"(^|\.)(c_proj|o_proj|out_proj|down_proj|fc2|output\.dense|wo)$")
 
 #: Layers that make queries, alone or (GPT-2) as the first third of a fused layer.
 _QUERIES = re.compile(r"(^|\.)(query|q_proj|q_lin)$")

@@ -21,6 +21,8 @@ from hf_dpgrape.trainer import DPGrapeTrainer
 
 _NUM_EXAMPLES, _BATCH_SIZE, _LENGTH, _NUM_PATTERNS = 256, 64, 12, 8
 
+_TARGETS = ("labels", "start_positions", "end_positions")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetting:
@@ -44,6 +46,8 @@ class RunSetting:
         """Refuses what is no run."""
         if self.num_steps < 1:
             raise ValueError(f"`steps` must be 1 or more, got {self.num_steps}.")
+        if self.rank < 0:
+            raise ValueError(f"`rank` must be 0 (no projection) or positive, got {self.rank}.")
 
 
 def changes_of_a_run(
@@ -157,10 +161,19 @@ class _Patterns(Dataset[dict[str, Tensor]]):
             patterns = torch.randint(config.vocab_size, (_NUM_PATTERNS, _LENGTH), generator=g)
             ids = patterns[self.labels]
             self.inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if type(model).__name__.endswith(("Classification", "Classifier")):
-            self.inputs["labels"] = self.labels % config.num_labels
-        else:
-            self.inputs["labels"] = self.inputs["input_ids"]
+        self.inputs |= self._targets(type(model).__name__, config)
+        self._is_seq2seq = bool(getattr(config, "is_encoder_decoder", False))
+
+    def _targets(self, kind: str, config: Any) -> dict[str, Tensor]:
+        """Labels that follow from the pattern, as the model's head takes them."""
+        if kind.endswith("TokenClassification"):
+            return {"labels": self.inputs["input_ids"] % config.num_labels}
+        if kind.endswith("Classification"):
+            return {"labels": self.labels % config.num_labels}
+        if kind.endswith("QuestionAnswering"):
+            position = self.labels % _LENGTH
+            return {"start_positions": position, "end_positions": position}
+        return {"labels": self.inputs["input_ids"]}
 
     def __len__(self) -> int:
         return _NUM_EXAMPLES
@@ -171,4 +184,8 @@ class _Patterns(Dataset[dict[str, Tensor]]):
     def probe(self) -> dict[str, Tensor]:
         """One example of each pattern, without labels."""
         first = [int((self.labels == label).nonzero()[0]) for label in range(_NUM_PATTERNS)]
-        return {name: tensor[first] for name, tensor in self.inputs.items() if name != "labels"}
+        probe = {name: tensor[first] for name, tensor in self.inputs.items()}
+        targets = {name: probe.pop(name) for name in _TARGETS if name in probe}
+        if self._is_seq2seq:
+            probe["decoder_input_ids"] = targets["labels"]
+        return probe

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from hf_dpgrape.budget import add_run_arguments, plan_of
 from hf_dpgrape.plots import save_figure
-from hf_dpgrape.privacy.plan import PrivacyPlan, planned_steps
 
 if TYPE_CHECKING:
     from hf_dpgrape.widths.coordinates import CoordinateReport
     from hf_dpgrape.widths.transfer import TransferReport
+
+
+def _full_name(optim: str) -> str:
+    """An optimizer under the name that the argument `optim` knows."""
+    return {"adamw": "adamw_torch", "adam": "adamw_torch"}.get(optim, optim)
 
 
 def add_parsers(commands: Any) -> None:
@@ -34,20 +39,13 @@ def _add_transfer(commands: Any) -> None:
     add("--base", required=True, help="the narrow model: folder, config.json or name on the Hub")
     add("--target", required=True, help="the wide one, of the same architecture")
     add("--task", default="auto", help="head, as `causal-lm` (default: the configuration's own)")
-    add("--optim", default="adamw_torch", help="adamw_torch, sgd, muon, ... (default: adamw_torch)")
+    add("--optim", type=_full_name, default="adamw_torch", help="adamw_torch, sgd, muon, ...")
     add("--rank", type=int, default=16, help="rank of the projection, 0 for none (default: 16)")
     add("--base_rank", type=int, help="rank in the runs on the narrow model (default: rank)")
     add("--projection_scale", default="1/sqrt(r)", choices=["1/sqrt(r)", "1/r"], help="at both")
-    add("--num_examples", type=int, required=True, help="size of the training set")
-    add("--expected_batch_size", type=int, required=True, help="mean examples per step")
-    length = transfer.add_mutually_exclusive_group(required=True)
-    length.add_argument("--num_train_epochs", type=float, help="length of a run in epochs")
-    length.add_argument("--max_steps", type=int, help="length of a run in steps")
-    add("--target_epsilon", type=float, help="epsilon of the wide model's run, or:")
-    add("--noise_multiplier", type=float, help="its noise standard deviation over clip norm")
-    add("--target_delta", type=float, required=True, help="delta; below 1 / num_examples")
+    add_run_arguments(transfer)
     add("--learning_rate", type=float, help="the narrow model's best rate, once it is known")
-    add("--num_runs", type=int, default=10, help="runs that the tuning takes (default: 10)")
+    add("--num_tuning_trials", type=int, default=10, help="runs on it (default: 10)")
     add("--output", metavar="FILE.yaml", help="write a preset for the wide model")
 
 
@@ -57,23 +55,7 @@ def _transfer(arguments: argparse.Namespace) -> int:
 
     a = arguments
     request = TransferRequest(**{f.name: getattr(a, f.name) for f in fields(TransferRequest)})
-    if a.max_steps is not None and a.max_steps < 1:
-        raise ValueError(f"`max_steps` must be one or more, got {a.max_steps}.")
-    plan = PrivacyPlan.calibrated(
-        target_epsilon=a.target_epsilon,
-        noise_multiplier=a.noise_multiplier,
-        num_examples=a.num_examples,
-        expected_batch_size=a.expected_batch_size,
-        num_steps=planned_steps(
-            a.num_examples,
-            a.expected_batch_size,
-            num_train_epochs=a.num_train_epochs or 0.0,
-            max_steps=a.max_steps or -1,
-        ),
-        l2_clip_norm=1.0,
-        target_delta=a.target_delta,
-        clipping="automatic",
-    )
+    plan = plan_of(a, clipping="automatic")
     report = transfer_report(request, plan)
     if a.output:
         write_preset(report, a.output)
@@ -88,11 +70,11 @@ def _print_transfer(report: TransferReport, output: str | None) -> None:
     from hf_dpgrape.widths.transfer import command_line, similar_layers
 
     console, told = Console(), report.to_dict()
-    proxy, target, num_runs = told["proxy"], told["target"], report.request.num_runs
+    proxy, target, num_trials = told["proxy"], told["target"], report.request.num_tuning_trials
     spent = Table("", "noise multiplier", "epsilon (PLD)", title="What it spends on the same data")
     noise = f"{report.proxy_noise_multiplier:.6g}"
-    spent.add_row("one run on the narrow model", noise, f"{proxy['epsilon_per_run']:.4f}")
-    spent.add_row(f"{num_runs} such runs", noise, f"{proxy['epsilon_of_runs']:.4f}")
+    spent.add_row("one run on the narrow model", noise, f"{proxy['epsilon_per_trial']:.4f}")
+    spent.add_row(f"{num_trials} such runs", noise, f"{proxy['epsilon_of_trials']:.4f}")
     noise = f"{target['noise_multiplier']:.6g}"
     spent.add_row("the run on the wide model", noise, f"{target['epsilon']:.4f}")
     spent.add_row("all of them together", "", f"{told['epsilon_of_all']:.4f}")
@@ -129,7 +111,7 @@ def _add_coordinates(commands: Any) -> None:
     )
     add("--task", default="auto", help="head, as `causal-lm` (default: the configuration's own)")
     add("--factors", type=int, nargs="+", default=[1, 2, 4, 8], help="widths over the narrow one's")
-    add("--optim", default="adamw_torch", help="adamw_torch, sgd, muon, ... (default: adamw_torch)")
+    add("--optim", type=_full_name, default="adamw_torch", help="adamw_torch, sgd, muon, ...")
     add("--rank", type=int, default=0, help="rank of the projection, 0 for none (default: 0)")
     add("--learning_rate", type=float, default=2**-6, help="the narrow model's (default: 1/64)")
     add("--noise_multiplier", type=float, default=1.0, help="at the widest model (default: 1)")

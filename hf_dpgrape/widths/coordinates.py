@@ -176,6 +176,13 @@ def _widened(setting: CoordinateSetting) -> list[_Width]:
     """The model of one configuration with random weights, at several times its width."""
     (source,) = setting.models
     configs = [widened(_supported(source), factor) for factor in setting.factors]
+    ends = [build_on_meta(config, setting.task) for config in (configs[0], configs[-1])]
+    sizes = [{n: layer.shape for n, layer in layers_of(end).items()} for end in ends]
+    if sizes[0] == sizes[1]:
+        raise ValueError(
+            f"Expected a model with one width to grow, such as `hidden_size`, but none of "
+            f"{configs[0].model_type!r} is known; give checkpoints of several widths."
+        )
     makes = [functools.partial(build_seeded, config, setting.task) for config in configs]
     return [_Width(*args) for args in zip(setting.factors, configs, makes, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,6 @@ from hf_dpgrape.inspection import build_on_meta, load_config, new_head
 from hf_dpgrape.privacy.accounting import composed_epsilon
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
-#: Short names of optimizers, as papers use them.
-_OPTIMIZERS = {"adamw": "adamw_torch", "adam": "adamw_torch"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransferRequest:
@@ -25,12 +23,12 @@ class TransferRequest:
         base: folder, config.json or Hub name of the narrow model.
         target: the same of the wide one.
         task: head, as "causal-lm"; "auto" for the configuration's own.
-        optim: value of the argument `optim`, or "adamw".
+        optim: value of the argument `optim`.
         rank: rank of the projection at the target; 0 for none.
         base_rank: rank at the proxy.
         projection_scale: standard deviation of the projection's entries, at both.
         learning_rate: the rate that was tuned on the proxy; None before tuning.
-        num_runs: private runs on the proxy that the tuning takes.
+        num_tuning_trials: private runs on the proxy.
     """
 
     base: str
@@ -41,7 +39,7 @@ class TransferRequest:
     base_rank: int | None = None
     projection_scale: str = "1/sqrt(r)"
     learning_rate: float | None = None
-    num_runs: int = 10
+    num_tuning_trials: int = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,6 @@ class TransferReport:
     width: WidthTransfer
 
     @property
-    def optim(self) -> str:
-        """The optimizer under its full name."""
-        return _OPTIMIZERS.get(self.request.optim, self.request.optim)
-
-    @property
     def base_rank(self) -> int:
         """Rank of the projection at the proxy."""
         return self.request.rank if self.request.base_rank is None else self.request.base_rank
@@ -73,12 +66,12 @@ class TransferReport:
         """Noise multiplier of the runs on the proxy."""
         return self.width.rules.noise_ratio * self.plan.noise_multiplier
 
-    def epsilon(self, *, proxy_runs: int, target_runs: int) -> float:
+    def epsilon(self, *, trials: int, targets: int) -> float:
         """What some runs on the same data spend together, by PLD at the plan's delta."""
         q, steps = self.plan.sampling_prob, self.plan.num_steps
-        proxies = (self.proxy_noise_multiplier, q, steps * proxy_runs)
-        targets = (self.plan.noise_multiplier, q, steps * target_runs)
-        return composed_epsilon((proxies, targets), delta=self.plan.target_delta)
+        on_proxy = (self.proxy_noise_multiplier, q, steps * trials)
+        on_target = (self.plan.noise_multiplier, q, steps * targets)
+        return composed_epsilon((on_proxy, on_target), delta=self.plan.target_delta)
 
     def proxy_arguments(self) -> dict[str, Any]:
         """Training arguments of the runs on the proxy, but for the rate that they look for."""
@@ -107,7 +100,7 @@ class TransferReport:
     def _common(self) -> dict[str, Any]:
         return {
             "clipping": "automatic",
-            "optim": self.optim,
+            "optim": self.request.optim,
             "projection_scale": self.request.projection_scale,
             "expected_batch_size": self.plan.expected_batch_size,
             "max_steps": self.plan.num_steps,
@@ -119,18 +112,18 @@ class TransferReport:
         return {
             "proxy": {
                 "arguments": self.proxy_arguments(),
-                "epsilon_per_run": self.epsilon(proxy_runs=1, target_runs=0),
-                "num_runs": self.request.num_runs,
-                "epsilon_of_runs": self.epsilon(proxy_runs=self.request.num_runs, target_runs=0),
+                "epsilon_per_trial": self.epsilon(trials=1, targets=0),
+                "num_tuning_trials": self.request.num_tuning_trials,
+                "epsilon_of_trials": self.epsilon(trials=self.request.num_tuning_trials, targets=0),
             },
             "target": {
                 "arguments": self.target_arguments(),
                 "noise_multiplier": self.plan.noise_multiplier,
-                "epsilon": self.epsilon(proxy_runs=0, target_runs=1),
+                "epsilon": self.epsilon(trials=0, targets=1),
                 "clip_shares": dict(self.width.rules.clip_shares),
                 "rate_ratios": dict(self.width.rules.rate_ratios),
             },
-            "epsilon_of_all": self.epsilon(proxy_runs=self.request.num_runs, target_runs=1),
+            "epsilon_of_all": self.epsilon(trials=self.request.num_tuning_trials, targets=1),
             "conventions": list(self.width.conventions),
         }
 
@@ -146,8 +139,8 @@ def transfer_report(request: TransferRequest, plan: PrivacyPlan) -> TransferRepo
         ValueError: a configuration cannot be found, the two have no layer in common, or there is
             no rule for the optimizer.
     """
-    if request.num_runs < 1:
-        raise ValueError(f"`num_runs` must be 1 or more, got {request.num_runs}.")
+    if request.num_tuning_trials < 1:
+        raise ValueError(f"`num_tuning_trials` must be 1 or more, got {request.num_tuning_trials}.")
     for rank in (request.rank, request.base_rank):
         if rank is not None and rank < 0:
             raise ValueError(f"A rank must be 0 (no projection) or positive, got {rank}.")
@@ -156,7 +149,7 @@ def transfer_report(request: TransferRequest, plan: PrivacyPlan) -> TransferRepo
         model,
         build_on_meta(load_config(request.base), request.task),
         base_model=request.base,
-        optim=_OPTIMIZERS.get(request.optim, request.optim),
+        optim=request.optim,
         rank=request.rank,
         proxy_rank=request.rank if request.base_rank is None else request.base_rank,
         scale=request.projection_scale,
@@ -175,7 +168,7 @@ def write_preset(report: TransferReport, path: str) -> None:
         f"# DP-muP from {report.request.base} to {report.request.target}; tuned under noise "
         f"multiplier {report.proxy_noise_multiplier:.6g} with `clip_grouping: layer`."
     ]
-    arguments = {"model_name_or_path": report.request.target, **report.target_arguments()}
+    arguments = {**_model_arguments(report.request.target), **report.target_arguments()}
     if "learning_rate" not in arguments:
         lines.append("# Add `learning_rate`: the best one of the proxy, as it is.")
     text = "\n".join(lines) + "\n" + yaml.safe_dump(arguments, sort_keys=False)
@@ -183,6 +176,14 @@ def write_preset(report: TransferReport, path: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"`output`={path!r} cannot be written ({error.strerror}).") from error
+
+
+def _model_arguments(target: str) -> dict[str, Any]:
+    """How our scripts make the model: from its checkpoint, or new and in muP."""
+    is_local = Path(target).exists()
+    if is_local and not any(Path(target).glob("*.safetensors*")):
+        return {"config_name": target, "mup_init": True}
+    return {"model_name_or_path": target}
 
 
 def similar_layers(width: WidthTransfer) -> list[tuple[str, int, float, float]]:
@@ -200,7 +201,4 @@ def command_line(arguments: dict[str, Any]) -> str:
 
 
 def _typed(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.7g}"
-    text = str(value)
-    return f"'{text}'" if any(c in text for c in " ()") else text
+    return shlex.quote(f"{value:.7g}" if isinstance(value, float) else str(value))

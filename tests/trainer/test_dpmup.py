@@ -130,6 +130,35 @@ def test_own_optimizers_learn_without_dpmup(
         assert sum(len(g["params"]) for g in used) == 13  # 2 x (4 + 2) and the head's dense
 
 
+def test_muon_leaves_the_head_to_the_rule_of_adam(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    given = {"dpmup_base_model": narrow_config(tmp_path), "head_modules": ["dense"], **DPMUP}
+    muon, adam = (
+        make_trainer(model=wide(), optim=optim, **given) for optim in ("muon", "adamw_torch")
+    )
+    head = "roberta.encoder.layer.0.output.dense"
+    ratios = [t._width_transfer.rules.rate_ratios for t in (muon, adam)]
+    assert ratios[0][head] == ratios[1][head] != 1
+    assert ratios[0]["roberta.encoder.layer.0.attention.self.query"] == 1
+
+
+def test_an_optimizer_that_was_passed_must_fit_the_rule(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    model = wide()
+    model.roberta.embeddings.word_embeddings.requires_grad_(False)
+    more = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.01), None)}
+    given = {"model": model, "dpmup_base_model": narrow_config(tmp_path), "more": more, **DPMUP}
+    with pytest.raises(ValueError, match="is SGD, but `optim=adamw_torch` decides"):
+        make_trainer(optim="adamw_torch", **given).train()
+    trainer = make_trainer(optim="sgd", **given)
+    trainer.train()
+    name = "roberta.encoder.layer.0.intermediate.dense"
+    ratio = trainer._width_transfer.rules.rate_ratios[name]
+    assert rates(trainer)[f"{name}.weight"] == pytest.approx(0.01 * ratio)
+
+
 def test_muon_has_a_rate_of_its_own(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(optim="muon", rank=0, max_steps=1, muon_learning_rate=0.5)
     trainer.train()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CAUSAL, HEADS, make_config
+from families import CAUSAL, HEADS, MASKED, QA, SEQ2SEQ, TOKENS, make_config
 
 from hf_dpgrape.cli import main
 from hf_dpgrape.inspection import build_on_meta
@@ -64,6 +64,34 @@ def test_checkpoints_of_two_widths(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "from narrow to wide, got hidden sizes [48, 24]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("bert", TOKENS), ("bert", QA), ("t5", SEQ2SEQ), ("roberta", MASKED)],
+)
+def test_inputs_of_other_heads(
+    family: str, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(family)
+    config.num_labels = 2 if head == QA else 3
+    with torch.device("meta"):
+        config.architectures = [type(HEADS[head].from_config(config)).__name__]
+    config.save_pretrained(tmp_path)
+    words = ["--factors", "1", "2", "--steps", "1", "--optim", "adamw", "--json"]
+    assert main(["coord-check", str(tmp_path), *words]) == 0
+    slopes = json.loads(capsys.readouterr().out)["slopes"]["dpmup"]["activation"]
+    assert sum(slope is not None for slope in slopes.values()) > 10
+
+
+def test_what_cannot_be_widened_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config("convnext")
+    config.architectures = ["ConvNextForImageClassification"]
+    config.save_pretrained(tmp_path)
+    assert main(["coord-check", str(tmp_path)]) == 2
+    assert "Expected a model with one width to grow" in capsys.readouterr().err
+
+
 def test_heads_keep_their_size() -> None:
     for family in ("gpt2", "roberta", "t5", "opt", "vit"):
         config = make_config(family)
@@ -85,6 +113,7 @@ def test_heads_keep_their_size() -> None:
         (["--factors", "2", "4"], "start with 1"),
         (["--factors", "1"], "start with 1"),
         (["--steps", "0"], "`steps` must be 1 or more"),
+        (["--rank", "-1"], "must be 0 (no projection) or positive, got -1"),
         (["--task", "image-captioning"], "`task` must be auto or one of"),
     ],
 )

@@ -31,18 +31,19 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def test_both_halves(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--num_runs", "7", "--json"]) == 0
+    assert main([*words, "--num_tuning_trials", "7", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     proxy, target = told["proxy"], told["target"]
     sigma = proxy["arguments"]["noise_multiplier"]
     assert sigma > 2 * target["noise_multiplier"]
     setting = {"sampling_prob": 0.01, "delta": 1e-5}
-    assert proxy["epsilon_per_run"] == epsilon(noise_multiplier=sigma, num_steps=50, **setting)
-    assert proxy["epsilon_of_runs"] == epsilon(noise_multiplier=sigma, num_steps=350, **setting)
+    assert proxy["epsilon_per_trial"] == epsilon(noise_multiplier=sigma, num_steps=50, **setting)
+    assert proxy["epsilon_of_trials"] == epsilon(noise_multiplier=sigma, num_steps=350, **setting)
     assert 2.9 < target["epsilon"] <= 3
+    assert any("extrapolates" in line for line in told["conventions"])
     together = told["epsilon_of_all"]
-    assert max(target["epsilon"], proxy["epsilon_of_runs"]) < together
-    assert together < target["epsilon"] + proxy["epsilon_of_runs"]
+    assert max(target["epsilon"], proxy["epsilon_of_trials"]) < together
+    assert together < target["epsilon"] + proxy["epsilon_of_trials"]
     assert sum(share**2 for share in target["clip_shares"].values()) == pytest.approx(1)
     assert proxy["arguments"]["clip_grouping"] == "layer"
 
@@ -56,7 +57,7 @@ def test_tables_and_preset(
     assert "transformer.h.0.attn.c_attn" in printed
     assert "--clip_grouping layer" in printed and f"preset {preset}" in printed
     written = yaml.safe_load(preset.read_text())
-    assert written.pop("model_name_or_path") == str(tmp_path / "wide")
+    assert written.pop("config_name") == str(tmp_path / "wide") and written.pop("mup_init")
     preset.write_text(yaml.safe_dump(written))
     (args,) = parse_arguments(
         [DPGrapeTrainingArguments], [str(preset), "--output_dir", str(tmp_path)]
@@ -66,12 +67,20 @@ def test_tables_and_preset(
     assert 2.9 < args.make_plan(10_000).epsilon() <= 3
 
 
+def test_noise_must_be_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["transfer", "--base", str(tmp_path), "--target", str(tmp_path), "--max_steps", "5"]
+    words += ["--num_examples", "100", "--expected_batch_size", "10", "--target_delta", "1e-3"]
+    assert main([*words, "--noise_multiplier", "0", "--json"]) == 2
+    assert "gives no privacy to speak of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["--base", "/nowhere"], "Expected a model folder"),
         (["--optim", "adagrad"], "DP-muP knows rules for sgd"),
-        (["--num_runs", "0"], "`num_runs` must be 1 or more, got 0"),
+        (["--num_tuning_trials", "0"], "`num_tuning_trials` must be 1 or more, got 0"),
+        (["--optim", "galore_adamw"], "DP-muP knows rules for sgd"),
         (["--rank", "-1"], "must be 0 (no projection) or positive"),
         (["--max_steps", "0"], "`max_steps` must be one or more, got 0"),
         (["--output", "/nowhere/preset.yaml"], "cannot be written"),
