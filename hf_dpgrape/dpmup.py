@@ -152,12 +152,16 @@ def width_transfer(
         layers=target,
         rules=rules,
         optimizer=kind,
-        conventions=tuple(_conventions(model, proxy, target, narrow)),
+        conventions=tuple(_conventions(model, proxy, target, narrow, kind)),
     )
 
 
 def _conventions(
-    model: nn.Module, proxy: nn.Module, target: Mapping[str, Layer], narrow: Mapping[str, Layer]
+    model: nn.Module,
+    proxy: nn.Module,
+    target: Mapping[str, Layer],
+    narrow: Mapping[str, Layer],
+    kind: OptimizerKind,
 ) -> list[str]:
     """What was decided about tensors and settings that the rules do not name."""
     kinds: dict[str, list[str]] = {}
@@ -167,7 +171,8 @@ def _conventions(
     if lookups := kinds.get("lookup"):
         said.append(f"Lookups take one row at a time, n_in = 1: {_some(lookups)}.")
     if vectors := kinds.get("vector"):
-        said.append(f"Vectors of their own keep the base rate: {_some(vectors)}.")
+        rate = "the base rate over the noise" if kind == "sgd" else "the base rate"
+        said.append(f"Vectors of their own have {rate}: {_some(vectors)}.")
     tied = [n for n in output_layers(model) if n in target and target[n].shape.kind == "lookup"]
     if tied:
         said.append(f"The output layer is tied to `{tied[0]}` and has the rate of that lookup.")

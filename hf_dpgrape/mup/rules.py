@@ -118,7 +118,8 @@ def transfer(
     """Noise, clip shares and rates for a target from a proxy.
 
     Layers are paired by name. A layer of the target without a partner has an equal share of the
-    clip norm and keeps the base rate; vectors keep the base rate too.
+    clip norm and keeps the base rate. Vectors keep the size of an entry's step: the base rate under
+    "adam", and under "sgd" that times the ratio of the noises.
 
     Guarantees:
         If all layers are paired, going to the target and back, with the shares that were found, is
@@ -157,8 +158,8 @@ def _rate_ratio(
     proxy: LayerShape, target: LayerShape, optimizer: OptimizerKind, noise_ratio: float
 ) -> float:
     """Learning rate of a layer at the target over that at the proxy."""
-    if target.kind == "vector":
-        return 1.0
+    if target.kind == "vector":  # an entry of it moves by the noise, or by 1 after Adam's division
+        return noise_ratio if optimizer == "sgd" else 1.0
     if optimizer == "muon" and target.is_hidden:
         return proxy.gain / target.gain
     ratio = target.natural_rate / proxy.natural_rate

@@ -122,6 +122,8 @@ def test_vectors_and_lookups() -> None:
     assert shapes(7)["norm"].noise_metric == pytest.approx(math.sqrt(2 * math.log(7)))
     adam = transfer(shapes(10**4), shapes(10**8), optimizer="adam")
     assert adam.rate_ratios["norm"] == 1
+    sgd = transfer(shapes(10**4), shapes(10**8), optimizer="sgd")
+    assert sgd.rate_ratios["norm"] == sgd.noise_ratio > 1
     assert adam.rate_ratios["embedding"] == pytest.approx(1, rel=0.02)
 
 

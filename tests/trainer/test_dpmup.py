@@ -72,7 +72,8 @@ def test_plan_and_rates_are_the_rules(
         expected *= ((40 / 24) / max(1, shape[0] / shape[1])) ** 0.5
     assert found[f"{dense}.weight"] == pytest.approx(expected)
     assert found[f"{dense}.bias"] == pytest.approx(0.01 * rules.rate_ratios[dense])
-    assert found["roberta.embeddings.LayerNorm.weight"] == 0.01
+    vector = 0.01 * (rules.noise_ratio if optim == "sgd" else 1)
+    assert found["roberta.embeddings.LayerNorm.weight"] == pytest.approx(vector)
     out = "classifier.out_proj"
     assert found[f"{out}.weight"] == pytest.approx(0.01 * rules.rate_ratios[out])
 
