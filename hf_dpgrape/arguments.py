@@ -176,7 +176,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
     log_non_private_metrics: bool = field(
         default=False,
         metadata={
-            "help": "Log the raw training loss as `non_private_loss`. It is NOT covered by epsilon."
+            "help": "Log raw training losses, and metrics on the training set, by names that start "
+            "with `non_private_`. They are NOT covered by epsilon."
         },
     )
     private_loss_share: float = field(
@@ -260,16 +261,12 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 raise ValueError(
                     f"`{f.name}` must be one of {choices}, got {getattr(self, f.name)!r}."
                 )
-        if self.rank < 0:
-            raise ValueError(f"`rank` must be 0 (no projection) or positive, got {self.rank}.")
-        if self.update_proj_gap is not None and self.update_proj_gap < 0:
-            raise ValueError(
-                f"`update_proj_gap` must be 0 (never) or positive, got {self.update_proj_gap}."
-            )
-        if self.num_tuning_trials is not None and self.num_tuning_trials < 0:
-            raise ValueError(
-                f"`num_tuning_trials` must be 0 (none) or positive, got {self.num_tuning_trials}."
-            )
+        zeros = {"rank": "no projection", "update_proj_gap": "never", "num_tuning_trials": "none"}
+        for name, meaning in zeros.items():
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(
+                    f"`{name}` must be 0 ({meaning}) or positive, got {getattr(self, name)}."
+                )
         if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
             raise ValueError(
                 f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."

@@ -12,10 +12,10 @@ _NUM_UPDATES = 50
 
 
 class EpsilonProgressCallback(ProgressCallback):
-    """The Trainer's progress bar over optimizer steps, with the epsilon spent.
+    """The Trainer's progress bar over optimizer steps in a terminal, with the epsilon spent.
 
     Args:
-        epsilon_at: epsilon after a number of steps.
+        epsilon_at: epsilon that counts after a number of steps.
     """
 
     def __init__(self, epsilon_at: Callable[[int], float], **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class EpsilonProgressCallback(ProgressCallback):
 
 
 def show_epsilon(trainer: Trainer, epsilon_at: Callable[[int], float]) -> None:
-    """Exchanges the stock progress bar of a trainer, if it has one."""
+    """Exchanges the stock progress bar of a trainer, if it has one; that of a notebook stays."""
     callbacks = trainer.callback_handler.callbacks
     for index, callback in enumerate(callbacks):
         if type(callback) is ProgressCallback:

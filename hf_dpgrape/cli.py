@@ -237,7 +237,7 @@ def _report(arguments: argparse.Namespace) -> int:
     path = arguments.output or str(report.folder / "report.html")
     report.write(path)
     if arguments.json:
-        print(json.dumps({"file": path, "evaluations": report.rows()}, indent=2))
+        print(json.dumps({"file": path, "evaluations": report.rows()}, indent=2, allow_nan=False))
     else:
         Console().print(f"Written: {path}", soft_wrap=True, markup=False, highlight=False)
     return 0

@@ -72,8 +72,7 @@ class PublishingMixin(_TrainerBase):
         """Writes the privacy card as `README.md` into the output folder.
 
         Takes the Trainer's arguments; those about the training data set's name are not used, as
-        the card tells nothing about private data that is not in the privacy record. Metrics of
-        an evaluation on the training set itself are left out.
+        the card tells nothing about private data that is not in the privacy record.
         """
         if not self.is_world_process_zero():
             return
@@ -83,13 +82,12 @@ class PublishingMixin(_TrainerBase):
         folder.mkdir(parents=True, exist_ok=True)
         base = finetuned_from or getattr(self.model.config, "_name_or_path", "") or None
         is_local = base is not None and (os.path.isabs(base) or os.path.isdir(base))
-        on_training_set = self.eval_dataset is self.train_dataset
         card = render_card(
             self.privacy_record(),
             model_name=model_name or self._model_name(),
             task=task_name_of(head_of(self.model)),
             base_model=None if is_local else base,
-            metrics={} if on_training_set else last_evaluation(self.state.log_history),
+            metrics=last_evaluation(self.state.log_history),
             language=language,
             license=license,
             tags=[tags] if isinstance(tags, str) else tags,

@@ -112,7 +112,10 @@ def _steps(record: Mapping[str, Any]) -> str:
     done, planned = record["steps_done"], record["plan"]["num_steps"]
     text = f"{done} of {planned} planned"
     if record.get("steps_counted", done) != done:
-        text += f"; epsilon counts all {planned}, because results could decide when to stop"
+        text += (
+            f"; epsilon counts all {planned}, because results could decide when to stop or which "
+            "step to keep"
+        )
     return text
 
 
@@ -208,7 +211,9 @@ def _limits_of(record: Mapping[str, Any]) -> list[str]:
             )
         )
     if record.get("raw_metrics_were_logged"):
-        lines.append("Raw training losses were logged: who sees the logs is not bound by epsilon.")
+        lines.append(
+            "Raw training losses or metrics were logged: who sees the logs is not bound by epsilon."
+        )
     if not _is_private(record):
         lines.insert(0, "**This is a test or debugging run. It gives no privacy at all.**")
     return lines
@@ -237,26 +242,7 @@ def render_card(
         metadata: further fields of `ModelCardData` (license, language, tags ...).
     """
     metrics = metrics or {}
-    tags = ["differential-privacy", "dp-grape", *(metadata.pop("tags", None) or [])]
-    results = [
-        EvalResult(
-            task_type=task,
-            dataset_type="evaluation",
-            dataset_name="evaluation set of the run",
-            metric_type=name,
-            metric_value=value,
-        )
-        for name, value in metrics.items()
-    ]
-    metadata.setdefault("library_name", "transformers")
-    data = ModelCardData(
-        model_name=model_name,
-        base_model=base_model,
-        pipeline_tag=None if task == "other" else task,
-        tags=tags,
-        eval_results=results or None,
-        **metadata,
-    )
+    data = _metadata(model_name, task, base_model, metrics, **metadata)
     summary = (
         f"Fine-tuned with differential privacy by hf_dpgrape: (epsilon "
         f"{_shown(record['epsilon'])}, delta {record['target_delta']:g}) for each example."
@@ -276,6 +262,36 @@ def render_card(
         results=[(name, f"{value:.4g}") for name, value in metrics.items()],
     )
     return card
+
+
+def _metadata(
+    model_name: str,
+    task: str,
+    base_model: str | None,
+    metrics: Mapping[str, float],
+    **fields: Any,
+) -> ModelCardData:
+    """What programs read at the top of the card."""
+    tags = ["differential-privacy", "dp-grape", *(fields.pop("tags", None) or [])]
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type="evaluation",
+            dataset_name="evaluation set of the run",
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in metrics.items()
+    ]
+    fields.setdefault("library_name", "transformers")
+    return ModelCardData(
+        model_name=model_name,
+        base_model=base_model,
+        pipeline_tag=None if task == "other" else task,
+        tags=tags,
+        eval_results=results or None,
+        **fields,
+    )
 
 
 def last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -99,19 +99,27 @@ def set_rates(
         found = {} if rate == base else {"lr": rate, "initial_lr": rate}
         return {**found, "use_muon": True} if name in hidden else found
 
+    _check_optimizer(optimizer, names, width_transfer)
     pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    if not all(id(p) in names for p, _ in pairs):
+    was_set = any(settings(p, group) for p, group in pairs)
+    regroup(optimizer, settings)
+    return was_set
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    width_transfer: WidthTransfer | None,
+) -> None:
+    """Refuses an optimizer of another model, or one that DP-muP has another rule for."""
+    if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "The optimizer in `optimizers` holds parameters that are not the model's; build it on "
             "`model.parameters()` of the model that the trainer gets."
         )
-    if width_transfer is not None:
-        used = type(optimizer).__name__
-        if optimizer_kind(used) != width_transfer.optimizer:
-            raise ValueError(
-                f"The optimizer that was passed is {used}, but `optim={args.optim_name}` decides "
-                "which rule DP-muP follows; set `optim` to the optimizer that is used."
-            )
-    was_set = any(settings(p, group) for p, group in pairs)
-    regroup(optimizer, settings)
-    return was_set
+    used = type(optimizer).__name__
+    if width_transfer is not None and optimizer_kind(used) != width_transfer.optimizer:
+        raise ValueError(
+            f"The optimizer that was passed is {used}, but DP-muP's rates are for "
+            f"{width_transfer.optimizer}, as `optim` says; set `optim` to what is used."
+        )

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: File name of the record, in every checkpoint and in the output folder.
 RECORD_NAME = "privacy.json"
 
+#: Where noise and sampling came from.
+SECRET, FIXED = "generators seeded by the operating system", "FIXED TEST SEED: NOT PRIVATE"
+
 _PACKAGES = ("hf-dpgrape", "dp-accounting", "torch", "transformers")
 
 
@@ -39,10 +42,10 @@ def privacy_record(
         plan: the run's plan.
         steps_done: steps behind the present weights.
         projection: what `projection_record` returned, and where randomness came from.
-        steps_counted: steps that epsilon counts, if more than those done: a run that results may
-            stop counts with all of its planned steps.
+        steps_counted: steps that epsilon counts, if more than those done: where results decide
+            on the last step or on the one that is kept, all planned steps count.
         tuning: other runs, and choices by validation data.
-        raw_metrics_were_logged: whether `log_non_private_metrics` was set.
+        raw_metrics_were_logged: whether anything was logged under `log_non_private_metrics`.
         dpmup: what was transferred from a narrow model, if anything.
     """
     counted = steps_done if steps_counted is None else steps_counted
@@ -65,6 +68,47 @@ def privacy_record(
         **({"dpmup": dict(dpmup)} if dpmup else {}),
         "versions": {name: version(name) for name in _PACKAGES},
     }
+
+
+def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a resumed run, with what weakens the guarantee in the part before.
+
+    Args:
+        record: of the run as it is now; its steps and `all_runs` cover the part before already.
+        earlier: the record of the checkpoint, or nothing.
+    """
+    if not earlier:
+        return dict(record)
+    randomness = (earlier["projection"]["randomness"], record["projection"]["randomness"])
+    before, now = earlier.get("tuning", {}), record["tuning"]
+    trials = [t.get("num_tuning_trials") for t in (before, now)]
+    is_private = [t.get("validation_data_is_private") for t in (now, before)]
+    chosen = [*before.get("chosen_by_validation_data", []), *now["chosen_by_validation_data"]]
+    dpmup = record.get("dpmup") or earlier.get("dpmup")
+    return {
+        **record,
+        "projection": {
+            **record["projection"],
+            "randomness": FIXED if FIXED in randomness else randomness[-1],
+        },
+        "tuning": {
+            **now,
+            "num_tuning_trials": max((t for t in trials if t is not None), default=None),
+            "validation_data_is_private": True in is_private
+            or next((said for said in is_private if said is not None), None),
+            "chosen_by_validation_data": list(dict.fromkeys(chosen)),
+        },
+        "raw_metrics_were_logged": record["raw_metrics_were_logged"]
+        or earlier.get("raw_metrics_were_logged", False),
+        **({"dpmup": dpmup} if dpmup else {}),
+    }
+
+
+def counts_in_full(record: Mapping[str, Any]) -> bool:
+    """Whether results may have decided on the last step, or on the one that was kept."""
+    chosen = record.get("tuning", {}).get("chosen_by_validation_data", [])
+    may_stop = record.get("steps_counted", 0) > record["steps_done"]
+    return may_stop or "the best checkpoint" in chosen or "when to stop" in chosen
 
 
 def projection_record(projections: Collection[Projection]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import jinja2
 from hf_dpgrape.model_card import last_evaluation, privacy_facts, tuning_facts
 from hf_dpgrape.plots import plot_run, save_figure
 from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.record import RECORD_NAME, read_record
+from hf_dpgrape.record import RECORD_NAME, counts_in_full, finite, read_record
 
 _STATE_NAME = "trainer_state.json"
 
@@ -85,13 +85,21 @@ class RunReport:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per evaluation: step, epsilon spent until then, metrics."""
+        """One row per evaluation: step, epsilon that counts (None if infinite), metrics.
+
+        That is what was spent until then, or the whole plan's if results decided on a step.
+        """
         by_step: dict[int, dict[str, Any]] = {}
         for name, points in self.evaluations().items():
             for step, value in points:
                 by_step.setdefault(step, {})[name] = value
+        in_full = counts_in_full(self.record)
         return [
-            {"step": step, "epsilon": self.plan.epsilon(step), **by_step[step]}
+            {
+                "step": step,
+                "epsilon": finite(self.plan.epsilon(self.plan.num_steps if in_full else step)),
+                **by_step[step],
+            }
             for step in sorted(by_step)
         ]
 
@@ -101,7 +109,7 @@ class RunReport:
         Raises:
             ValueError: matplotlib is not installed, or there is no such folder or format.
         """
-        figure = plot_run(self.plan, self.record["steps_done"], self.evaluations())
+        figure = plot_run(self.plan, self._steps_counted(), self.evaluations())
         if Path(path).suffix not in (".html", ".htm"):
             save_figure(figure, str(path))
             return
@@ -112,6 +120,9 @@ class RunReport:
             Path(path).write_text(page, encoding="utf-8")
         except OSError as error:
             raise ValueError(f"`{path}` cannot be written ({error.strerror}).") from error
+
+    def _steps_counted(self) -> int:
+        return int(self.record.get("steps_counted", self.record["steps_done"]))
 
     def _page(self, picture: str) -> str:
         rows = self.rows()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from hf_dpgrape.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
 from hf_dpgrape.hub import PublishingMixin
+from hf_dpgrape.logs import LoggingMixin
 from hf_dpgrape.losses import PerSampleLoss, head_of
 from hf_dpgrape.preflight import checked_layouts, checked_sites, three_examples
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
@@ -29,18 +29,16 @@ from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
 from hf_dpgrape.rates import own_optimizer, set_rates
 from hf_dpgrape.record import (
+    FIXED,
+    SECRET,
     privacy_record,
     projection_record,
-    read_record,
-    refuse_changed_plan,
+    with_earlier_part,
     write_record,
 )
+from hf_dpgrape.resuming import ResumingMixin
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.tuning import TuningMixin
-
-#: Log entries that are functions of private data without noise.
-_RAW_LOGS = {"loss": "non_private_loss", "train_loss": "non_private_train_loss"}
-
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
@@ -48,7 +46,7 @@ else:
     _TrainerBase = object
 
 
-class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
+class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, _TrainerBase):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -57,8 +55,10 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
 
     Guarantees:
         After `train()` the weights, the checkpoints and the logs are
-        (`plan.epsilon(steps)`, `target_delta`)-DP in the training set, add-or-remove-one, unless
-        `log_non_private_metrics` is set (then the logs are not).
+        (`plan.epsilon(steps_counted)`, `target_delta`)-DP in the training set, add-or-remove-one,
+        unless `log_non_private_metrics` is set (then the logs are not). The steps counted are
+        those done, or all planned ones if results may decide where the run ends or which
+        checkpoint is kept; `privacy_record()` tells.
 
     Attributes:
         plan: the `PrivacyPlan`; None without a training set.
@@ -76,6 +76,7 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
                 "`args` must be DPGrapeTrainingArguments (they hold the privacy budget), got "
                 f"{type(self.args).__name__}."
             )
+        self._know_training_sets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         fixed = self.args.unsafe_test_seed
         self._source = SecretSource(
             # Processes must not share coins or dropout masks, in tests neither.
@@ -88,7 +89,9 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         self._was_given_optimizer = self.optimizer is not None
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
-        show_epsilon(self, lambda step: self.plan.epsilon(step) if self.plan else 0.0)
+        show_epsilon(
+            self, lambda step: self.plan.epsilon(self._steps_counted(step)) if self.plan else 0.0
+        )
         if self.train_dataset is not None:
             self._make_plan()
 
@@ -262,25 +265,27 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         Raises:
             ValueError: this trainer has trained already, or a resumed run changes the plan.
         """
-        if self._has_trained and self.model_init is None and not resume_from_checkpoint:
-            assert self.plan is not None
-            spent = self.plan.epsilon(self.state.global_step)
+        if self._steps_begun and self.model_init is None and not resume_from_checkpoint:
+            spent = self._trained_plan().epsilon(self._steps_counted())
             raise ValueError(
-                f"This trainer has already spent epsilon={spent:.4g} in {self.state.global_step} "
+                f"This trainer has already spent epsilon={spent:.4g} in {self._steps_begun} "
                 "steps; a second `train()` would spend more. Resume from a checkpoint with "
                 "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
             )
-        if self._has_trained and self._was_given_optimizer:
+        if self._private_step is not None and self._was_given_optimizer:
             raise ValueError(
                 "The optimizer that was passed belongs to the run before; resume with a new "
                 "trainer and a new optimizer."
             )
-        if self._has_trained:  # the optimizer belongs to the run before
+        if self._private_step is not None:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None
+        self._refuse_choices_by_training_set()
         self._begin_run()
         self._private_losses = []
-        output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
-        self._end_run()
+        try:
+            output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:  # whoever interrupts a run may have seen its results
+            self._end_run()
         if not self.args.log_non_private_metrics:
             output = output._replace(training_loss=float("nan"))
         return output
@@ -302,6 +307,7 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         model.train()
         self._has_trained = True
         step = self.state.global_step
+        self._steps_begun = step + 1
         if step == self._initial_global_step:
             self._subspace.start_at_(step)
         self._subspace.refresh_(step, self._inner_optimizer)
@@ -331,65 +337,37 @@ class DPGrapeMixin(TuningMixin, PublishingMixin, _TrainerBase):
         """None: a count over the batch must not reach any sample's loss."""
         return None
 
-    # ---- Logs and files --------------------------------------------------------------------
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs epsilon spent so far, and no raw loss unless it was asked for."""
-        is_training_log = any(name in logs for name in _RAW_LOGS)
-        for name, honest_name in _RAW_LOGS.items():
-            value = logs.pop(name, None)
-            if value is not None and self.args.log_non_private_metrics:
-                logs[honest_name] = value
-        if is_training_log and self.plan is not None:
-            logs["epsilon"] = self.plan.epsilon(self.state.global_step)
-            logs["target_delta"] = self.plan.target_delta
-            if self._private_losses:
-                logs.update(self.plan.mean_private_loss(self._private_losses))
-                self._private_losses.clear()
-        super().log(logs, start_time)
+    # ---- Files ----------------------------------------------------------------------------
 
     def privacy_record(self) -> dict[str, Any]:
         """What `privacy.json` says about the model as it is now."""
-        assert self.plan is not None
-        return privacy_record(
-            self.plan,
+        plan = self._trained_plan()
+        present = privacy_record(
+            plan,
             self.state.global_step,
             {
                 "rank": self.args.rank,
                 "scale": self.args.projection_scale,
-                "update_proj_gap": self.args.refresh_gap(self.plan.num_steps),
+                "update_proj_gap": self.args.refresh_gap(plan.num_steps),
                 **projection_record(self._subspace.projections.values()),
                 "seed": self.args.seed,
-                "randomness": "generators seeded by the operating system"
-                if self._source.is_secret
-                else "FIXED TEST SEED: NOT PRIVATE",
+                "randomness": SECRET if self._source.is_secret else FIXED,
             },
             steps_counted=self._steps_counted(),
             tuning=self.tuning_record(),
-            raw_metrics_were_logged=self.args.log_non_private_metrics,
+            raw_metrics_were_logged=self._raw_metrics_were_logged
+            or self.args.log_non_private_metrics,
             dpmup=None
             if self._width_transfer is None
-            else self._width_transfer.record(self.plan.noise_multiplier),
+            else self._width_transfer.record(plan.noise_multiplier),
         )
+        return with_earlier_part(present, self._recorded)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self._private_step is not None:
             write_record(self._folder(output_dir), self.privacy_record())
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
-        os.makedirs(output_dir, exist_ok=True)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads nothing: a resumed run draws fresh secret randomness."""
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads the weights of a checkpoint that was made under the same plan."""
-        plan = self._make_plan()
-        refuse_changed_plan(read_record(resume_from_checkpoint), plan)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 class DPGrapeTrainer(DPGrapeMixin, Trainer):

@@ -1,9 +1,9 @@
-"""Several runs of one trainer, and choices made by validation data: what they add to the record."""
+"""Several runs of one trainer, and choices made by results: what they add to the record."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,10 @@ from hf_dpgrape.record import finite
 
 logger = logging.getLogger(__name__)
 
+#: A run as the accountant sees it, and what its numbers are called in the record.
+Run = tuple[float, float, int]
+_RUN = ("noise_multiplier", "sampling_prob", "num_steps")
+
 if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
@@ -29,23 +33,28 @@ class TuningMixin(_TrainerBase):
     """The part of a private Trainer that knows of its earlier runs and of validation data.
 
     Guarantees:
-        A run that was stopped before its planned steps counts with all of them: when to stop was
-        chosen by results, and epsilon at a number of steps holds if that number was fixed. So
-        does every run before the present one in the total of a search.
+        Epsilon at a number of steps holds if that number was fixed beforehand. Where results may
+        decide on the last step, or on the one that is kept, all planned steps count; and so do
+        those of a run that ended before them, whatever ended it, and of every run before the
+        present one in the total of a search.
     """
 
     args: DPGrapeTrainingArguments
+    plan: PrivacyPlan | None
     _private_step: Any
     _has_trained: bool
+    _steps_begun: int
+    _recorded: Mapping[str, Any]
     _rates_were_set = False
-    _earlier_plans: tuple[PrivacyPlan, ...] = ()
+    _earlier_runs: tuple[Run, ...] = ()
     _was_stopped_early = False
 
     def _begin_run(self) -> None:
         """Remembers the run before, and warns of what epsilon does not cover."""
-        if self._has_trained and self.model_init is not None:
-            self._earlier_plans += (self._private_step.plan,)
-        self._was_stopped_early = False
+        if self.model_init is not None:
+            if self._has_trained:
+                self._earlier_runs = (*self._runs_before(), _run_of(self._private_step.plan))
+            self._was_stopped_early = False
         choices = self._choices_by_validation()
         if choices and self.args.validation_data_is_private is not False:
             logger.warning(
@@ -55,14 +64,44 @@ class TuningMixin(_TrainerBase):
             )
 
     def _end_run(self) -> None:
-        """Notes whether something stopped the run before its planned steps."""
-        self._was_stopped_early = self.state.global_step < self._private_step.plan.num_steps
+        """Notes whether something ended the run before its planned steps, be it an error."""
+        if self._steps_begun and self.state.global_step < self._trained_plan().num_steps:
+            self._was_stopped_early = True
 
-    def _steps_counted(self) -> int:
-        """Steps that epsilon has to count: those done, unless results decided on their number."""
-        planned: int = self._private_step.plan.num_steps
-        may_stop = self._was_stopped_early or bool(self._early_stopping())
-        return planned if may_stop else self.state.global_step
+    def _trained_plan(self) -> PrivacyPlan:
+        """The plan behind the present weights; a refused run may have made another since."""
+        plan = self.plan if self._private_step is None else self._private_step.plan
+        assert plan is not None
+        return plan
+
+    def _steps_counted(self, done: int | None = None) -> int:
+        """Steps that epsilon has to count: those done, unless results decide on their number."""
+        planned = self._trained_plan().num_steps
+        done = self.state.global_step if done is None else done
+        return planned if self._results_decide() else done
+
+    def _results_decide(self) -> bool:
+        """Whether results may have to do with which step is the last, or is kept."""
+        control = self.control
+        return (
+            self._was_stopped_early
+            or control.should_training_stop  # after the last planned step, all count anyway
+            or control.should_epoch_stop
+            or bool(self._early_stopping())
+            or self._keeps_the_best()
+            or self.hp_search_backend is not None  # trials may be pruned
+            or self._recorded.get("steps_counted", 0) > self._recorded.get("steps_done", 0)
+        )
+
+    def _keeps_the_best(self) -> bool:
+        """Whether results decide which checkpoints there are, or which one is loaded."""
+        args = self.args
+        is_limited = args.save_total_limit is not None and args.eval_strategy != "no"
+        return (
+            args.load_best_model_at_end
+            or args.save_strategy == SaveStrategy.BEST
+            or (is_limited and args.metric_for_best_model is not None)
+        )
 
     def _early_stopping(self) -> list[Any]:
         callbacks = self.callback_handler.callbacks
@@ -72,11 +111,10 @@ class TuningMixin(_TrainerBase):
         """What the Trainer itself decides by metrics of the evaluation data."""
         args = self.args
         choices = {
-            "the best checkpoint": args.load_best_model_at_end
-            or args.save_strategy == SaveStrategy.BEST,
+            "the best checkpoint": self._keeps_the_best(),
             "when to stop": bool(self._early_stopping()),
             "the learning rate": args.lr_scheduler_type == "reduce_lr_on_plateau",
-            "the hyperparameters": self.hp_search_backend is not None or bool(self._earlier_plans),
+            "the hyperparameters": self.hp_search_backend is not None or bool(self._runs_before()),
         }
         return [name for name, is_made in choices.items() if is_made]
 
@@ -86,15 +124,18 @@ class TuningMixin(_TrainerBase):
             "num_tuning_trials": self.args.num_tuning_trials,
             "validation_data_is_private": self.args.validation_data_is_private,
             "chosen_by_validation_data": self._choices_by_validation(),
-            "all_runs": self._all_runs() if self._earlier_plans else None,
+            "all_runs": self._all_runs() if self._runs_before() else None,
         }
+
+    def _runs_before(self) -> tuple[Run, ...]:
+        """Whole earlier runs: those that the checkpoint tells of, and those of this trainer."""
+        recorded = (self._recorded.get("tuning", {}).get("all_runs") or {}).get("runs", [])
+        return (*(tuple(run[name] for name in _RUN) for run in recorded[:-1]), *self._earlier_runs)
 
     def _all_runs(self) -> dict[str, Any]:
         """The runs of this trainer, each with its whole plan, and what they spend together."""
-        plans = (*self._earlier_plans, self._private_step.plan)
-        runs = tuple((p.noise_multiplier, p.sampling_prob, p.num_steps) for p in plans)
-        delta = plans[-1].target_delta
-        names = ("noise_multiplier", "sampling_prob", "num_steps")
+        plan = self._trained_plan()
+        runs, delta = (*self._runs_before(), _run_of(plan)), plan.target_delta
         return {
             "num_runs": len(runs),
             "target_delta": delta,
@@ -102,7 +143,7 @@ class TuningMixin(_TrainerBase):
                 "pld": finite(composed_epsilon(runs, delta=delta, accountant="pld")),
                 "rdp": finite(composed_epsilon(runs, delta=delta, accountant="rdp")),
             },
-            "runs": [dict(zip(names, run, strict=True)) for run in runs],
+            "runs": [dict(zip(_RUN, run, strict=True)) for run in runs],
         }
 
     def hyperparameter_search(
@@ -134,7 +175,7 @@ class TuningMixin(_TrainerBase):
         best = super().hyperparameter_search(
             hp_space, compute_objective, n_trials, direction, chosen, hp_name, **kwargs
         )
-        if self._earlier_plans:
+        if self._runs_before():
             spent = self._all_runs()
             by = spent["epsilon_by_accountant"]
             logger.warning(
@@ -173,3 +214,7 @@ class TuningMixin(_TrainerBase):
         """A fresh model in the precision that the arguments ask for."""
         model = super().call_model_init(trial)
         return model.to(torch.bfloat16) if self.args.bf16_weights else model
+
+
+def _run_of(plan: PrivacyPlan) -> Run:
+    return plan.noise_multiplier, plan.sampling_prob, plan.num_steps

@@ -82,7 +82,7 @@ def main() -> None:
     result = {
         "accuracy": metrics["eval_accuracy"],
         "majority": max(fresh, 1 - fresh),
-        "epsilon": trainer.plan.epsilon(steps),
+        "epsilon": trainer.privacy_record()["epsilon"],
         "delta": trainer.plan.target_delta,
         "noise_multiplier": trainer.plan.noise_multiplier,
         "steps": steps,

@@ -60,7 +60,7 @@ class DataArguments(script_data.SourceArguments):
     label_column: str = field(default="label", metadata={"help": "Classes, or real numbers."})
     max_seq_length: int = field(default=128, metadata={"help": "Tokens after which it is cut."})
     train_samples_per_class: int | None = field(
-        default=None, metadata={"help": "Train on the first so many of each class."}
+        default=None, metadata={"help": script_data.FIRST_OF_EACH_CLASS}
     )
 
 

@@ -1,6 +1,7 @@
 """What the scripts share: data from the hub or files, labels, metrics, one-sentence errors."""
 
 import csv
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,10 @@ from hf_dpgrape.mup.initialization import initialize_mup_
 
 T = TypeVar("T")
 UNLABELED = "(unlabeled)"
+FIRST_OF_EACH_CLASS = (
+    "Train on the first so many of each class; epsilon is for these rows. A row that is added to "
+    "the file may push another one out, which epsilon does not cover."
+)
 METRICS = str(Path(__file__).parents[1] / "metrics" / "glue")
 
 # Only an empty field is a missing one: "NA" and "null" are words.
@@ -268,6 +273,7 @@ def report(trainer: DPGrapeTrainer, metrics: dict[str, float]) -> None:
     if trainer.is_world_process_zero():
         rest = ("runtime", "per_second", "epoch")
         shown = [f"{k}={v:.4g}" for k, v in metrics.items() if not k.endswith(rest)]
-        epsilon, delta = trainer.plan.epsilon(trainer.state.global_step), trainer.plan.target_delta
-        folder = trainer.args.output_dir
-        print(f"epsilon={epsilon:.4g} at delta={delta:g}", *shown, f"model and card in {folder}")
+        record, folder = trainer.privacy_record(), trainer.args.output_dir
+        epsilon = math.inf if record["epsilon"] is None else record["epsilon"]
+        spent = f"epsilon={epsilon:.4g} at delta={record['target_delta']:g}"
+        print(spent, *shown, f"model and card in {folder}")

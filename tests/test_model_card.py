@@ -9,7 +9,7 @@ import yaml
 
 from hf_dpgrape.model_card import last_evaluation, render_card
 from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.record import privacy_record
+from hf_dpgrape.record import counts_in_full, privacy_record, with_earlier_part
 
 
 def plan(**changes: Any) -> PrivacyPlan:
@@ -106,7 +106,9 @@ def test_runs_without_privacy_say_so() -> None:
     for text in (card(fixed), card(record(plan=plan(noise_multiplier=0.0)))):
         assert "**without any privacy**" in text and "Fine-tuned with differential" not in text
         assert "It gives no privacy at all." in text
-    assert "Raw training losses were logged" in card(record(raw_metrics_were_logged=True))
+    assert "Raw training losses or metrics were logged" in card(
+        record(raw_metrics_were_logged=True)
+    )
 
 
 def test_width_transfer() -> None:
@@ -155,3 +157,33 @@ def test_only_quality_metrics_of_the_last_evaluation() -> None:
     ]
     assert last_evaluation(logs) == {"accuracy": 0.4}
     assert last_evaluation([]) == {}
+
+
+def test_steps_that_results_chose() -> None:
+    text = card(record(steps_done=9, steps_counted=24))
+    assert "| steps | 9 of 24 planned; epsilon counts all 24, because results could" in text
+    assert f"| epsilon | **{plan().epsilon():.4g}** at" in text
+    assert counts_in_full(record(steps_done=9, steps_counted=24))
+    assert not counts_in_full(record(steps_done=9))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "together"), [(None, None, None), (True, False, True), (False, None, False)]
+)
+def test_statements_about_a_run_in_two_parts(before: Any, now: Any, together: Any) -> None:
+    def part(is_private: Any, trials: Any, chosen: list[str], **changes: Any) -> dict[str, Any]:
+        tuning = {
+            "num_tuning_trials": trials,
+            "validation_data_is_private": is_private,
+            "chosen_by_validation_data": chosen,
+        }
+        return record(tuning=tuning, **changes)
+
+    dpmup = {"base_model": "tiny", "optimizer": "muon", "proxy_noise_multiplier": 0.40625}
+    earlier, later = part(before, 4, ["a", "b"], dpmup=dpmup), part(now, None, ["b", "c"])
+    merged = with_earlier_part(later, earlier)
+    assert merged["tuning"]["validation_data_is_private"] is together
+    assert merged["tuning"]["num_tuning_trials"] == 4
+    assert merged["tuning"]["chosen_by_validation_data"] == ["a", "b", "c"]
+    assert merged["dpmup"] == dpmup
+    assert with_earlier_part(later, {}) == later

@@ -164,6 +164,52 @@ def test_report_of_one_checkpoint(folder: Path) -> None:
     assert [row["step"] for row in report.rows()] == [2]
 
 
+def test_report_of_a_run_in_which_results_chose(make_trainer: Any, tmp_path: Path) -> None:
+    from conftest_trainer import examples
+
+    trainer = make_trainer(
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="best",
+        metric_for_best_model="score",
+        more={"eval_dataset": examples(9)},
+    )
+    trainer.compute_metrics = lambda prediction: {"score": -trainer.state.global_step}
+    trainer.train()
+    report = RunReport(tmp_path / "out" / "checkpoint-2")
+    assert [row["epsilon"] for row in report.rows()] == [report.plan.epsilon(6)]
+    report.write(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "2 of 6 planned; epsilon counts all 6" in page
+
+
+def test_report_without_noise_is_valid_json(
+    make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from conftest_trainer import examples
+
+    trainer = make_trainer(
+        max_steps=2,
+        noise_multiplier=0.0,
+        allow_zero_noise=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        more={"eval_dataset": examples(9)},
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "out"), "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    answer = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert [row["epsilon"] for row in answer["evaluations"]] == [None]
+
+
 def test_report_as_picture(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.png"
     assert main(["report", str(folder), "--output", str(path)]) == 0

@@ -151,7 +151,7 @@ def test_an_optimizer_that_was_passed_must_fit_the_rule(
     model.roberta.embeddings.word_embeddings.requires_grad_(False)
     more = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.01), None)}
     given = {"model": model, "dpmup_base_model": narrow_config(tmp_path), "more": more, **DPMUP}
-    with pytest.raises(ValueError, match="is SGD, but `optim=adamw_torch` decides"):
+    with pytest.raises(ValueError, match="is SGD, but DP-muP's rates are for adam"):
         make_trainer(optim="adamw_torch", **given).train()
     trainer = make_trainer(optim="sgd", **given)
     trainer.train()

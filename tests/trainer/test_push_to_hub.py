@@ -171,6 +171,24 @@ def test_checkpoint_is_pushed_with_its_own_record(hub: Hub, run: Any) -> None:
     assert ["3 of 4 planned" in card for card in cards] == [True, False]
 
 
+def test_best_checkpoint_is_pushed_with_the_epsilon_of_all_steps(hub: Hub, run: Any) -> None:
+    trainer = run(
+        push_to_hub=True,
+        hub_strategy="every_save",
+        hub_always_push=True,
+        save_strategy="best",
+        eval_steps=1,
+        metric_for_best_model="steps",
+    )
+    trainer.compute_metrics = lambda prediction: {"steps": min(trainer.state.global_step, 2)}
+    trainer.train()
+    trainer._finish_current_push()
+    records = [json.loads(files["privacy.json"]) for _, files in hub.commits]
+    assert [(r["steps_done"], r["steps_counted"]) for r in records] == [(1, 4), (2, 4)]
+    assert {r["epsilon"] for r in records} == {trainer.plan.epsilon(4)}
+    assert "2 of 4 planned; epsilon counts all 4" in hub.files["README.md"].decode()
+
+
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_strategies_that_push_optimizer_state_are_refused(run: Any, strategy: str) -> None:
     with pytest.raises(ValueError, match=rf"`hub_strategy={strategy}` is not possible"):

@@ -254,12 +254,16 @@ def test_interrupted_run_counts_and_can_be_resumed(
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    spent = trainer.plan.epsilon(3)
+    spent = trainer.plan.epsilon(5)  # whoever interrupts it may have seen results
     with pytest.raises(ValueError, match=rf"already spent epsilon={spent:.4g} in 3 steps"):
         trainer.train()
     trainer.remove_callback(interrupt)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert trainer.privacy_record()["steps_done"] == 5
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"has taken 3 steps, so continuing after step 2 would"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    resumed = make_trainer(save_strategy="steps", save_steps=2, max_steps=5)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.privacy_record()["steps_done"] == 5
 
 
 def test_record_without_noise_is_valid_json(make_trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -69,11 +69,12 @@ def make(tmp_path: Path, **changes: Any) -> Any:
         **changes,
     }
     model = given.pop("model", None) or make_model("gpt2", CAUSAL).float()
+    eval_dataset = given.pop("eval_dataset", None) or data(7)
     return PrivateSFTTrainer(
         model=model,
         args=PrivateSFTConfig(**given),
         train_dataset=data(),
-        eval_dataset=data(7),
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
     )
 
@@ -148,3 +149,17 @@ def test_parsed_from_a_command_line(tmp_path: Path) -> None:
     words = f"--output_dir {tmp_path} --target_epsilon 3 --target_delta 1e-4 --max_length 64"
     (args,) = parse_arguments([PrivateSFTConfig], words.split())
     assert (args.max_length, args.target_epsilon, args.packing) == (64, 3.0, False)
+
+
+def test_metrics_on_the_training_set_are_not_logged(tmp_path: Path) -> None:
+    # The trainer prepares all data sets, so that none of these is the object that it trains on.
+    trainer = make(tmp_path, eval_strategy="no", eval_dataset={"dev": data(7), "train": data()})
+    trainer.train()
+    for training_set in (trainer.train_dataset, data(), {"train": data()}, None):
+        metrics = trainer.evaluate(training_set)
+        assert metrics["eval_loss" if "eval_loss" in metrics else "eval_train_loss"] > 0
+    logged = [log for log in trainer.state.log_history if any("eval" in name for name in log)]
+    assert len(logged) == 1 and logged[0]["eval_dev_loss"] == metrics["eval_dev_loss"]
+    # Averages that TRL collects for its logs are those of one evaluation alone.
+    again = trainer.evaluate(data(7))
+    assert again["eval_entropy"] == pytest.approx(logged[0]["eval_entropy"])

@@ -1,0 +1,194 @@
+"""What is logged: epsilon and the noisy loss; nothing about training data without noise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+from transformers import DefaultFlowCallback, Trainer
+from transformers.trainer_callback import CallbackHandler
+
+from hf_dpgrape.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.privacy.plan import PrivacyPlan
+
+logger = logging.getLogger(__name__)
+
+_RAW = "non_private_"
+
+#: Log entries of the Trainer that are functions of private data without noise.
+_RAW_LOGS = ("loss", "train_loss")
+
+if TYPE_CHECKING:
+    _TrainerBase = Trainer
+else:
+    _TrainerBase = object
+
+
+class LoggingMixin(_TrainerBase):
+    """The part of a private Trainer that decides what is logged.
+
+    Guarantees:
+        Neither the logs nor a callback see a training loss without noise, or a metric of an
+        evaluation on the training set, unless `log_non_private_metrics` is set; such an
+        evaluation returns its metrics to the caller alone.
+    """
+
+    args: DPGrapeTrainingArguments
+    plan: PrivacyPlan | None
+    _private_losses: list[float]
+    _steps_counted: Any
+    _end_run: Any
+    _training_sets: tuple[Any, ...] = ()
+    _present_evaluation: ExitStack | None = None
+    _is_on_training_set = False
+    _was_warned_of_training_set = False
+    _raw_metrics_were_logged = False
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs epsilon spent so far, and no raw loss unless it was asked for."""
+        if self._is_on_training_set:  # goes nowhere, see there
+            super().log(logs, start_time)
+            return
+        if "total_flos" in logs:  # the last of a run
+            self._end_run()
+        is_training_log = any(name in logs for name in _RAW_LOGS)
+        for name in _RAW_LOGS:
+            value = logs.pop(name, None)
+            if value is not None and self.args.log_non_private_metrics:
+                logs[_RAW + name] = value
+                self._raw_metrics_were_logged = True
+        if is_training_log and self.plan is not None:
+            logs["epsilon"] = self.plan.epsilon(self._steps_counted())
+            logs["target_delta"] = self.plan.target_delta
+            if self._private_losses:
+                logs.update(self.plan.mean_private_loss(self._private_losses))
+                self._private_losses.clear()
+        super().log(logs, start_time)
+
+    # ---- Evaluation on the training set ----------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; metrics on the training set are returned, but not logged."""
+        if isinstance(eval_dataset, dict):  # one by one, before a trainer prepares them
+            metrics: dict[str, float] = {}
+            for name, data in eval_dataset.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                metrics.update(self.evaluate(data, ignore_keys, prefix, **kwargs))
+            return metrics
+        with self._evaluation():
+            if not isinstance(eval_dataset, str):
+                self._begin_evaluation(eval_dataset)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.predict`; callbacks see no metrics on the training set."""
+        with self._evaluation():
+            self._begin_evaluation(test_dataset)
+            return super().predict(test_dataset, *args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """As the Trainer's; here an evaluation tells on which data it is."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        by_name: Any = self.eval_dataset
+        self._begin_evaluation(by_name[data] if isinstance(data, str) else data)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """As the Trainer's; here a prediction tells on which data it is."""
+        self._begin_evaluation(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """One evaluation, perhaps inside that of a dictionary of data sets."""
+        outer = self._present_evaluation
+        try:
+            with ExitStack() as self._present_evaluation:
+                yield
+        finally:
+            self._present_evaluation = outer
+
+    def _begin_evaluation(self, dataset: Any) -> None:
+        """Keeps the rest of the present evaluation, if there is one, apart where it has to be."""
+        stack, is_apart = self._present_evaluation, self._is_on_training_set
+        if stack is not None and not is_apart and self._is_training_set(dataset):
+            stack.enter_context(self._kept_apart())
+
+    @contextmanager
+    def _kept_apart(self) -> Iterator[None]:
+        """Evaluates without callbacks and logs."""
+        if not (self.args.log_non_private_metrics or self._was_warned_of_training_set):
+            logger.warning(
+                "Metrics on the training set are not covered by epsilon: they are returned, but "
+                "not logged (unless `log_non_private_metrics`), and never on the card."
+            )
+            self._was_warned_of_training_set = True
+        handler, history = self.callback_handler, self.state.log_history
+        self.callback_handler = CallbackHandler(  # type: ignore[no-untyped-call]
+            [DefaultFlowCallback()],
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            self.lr_scheduler,
+        )
+        self.state.log_history, self._is_on_training_set = [], True
+        try:
+            yield
+        finally:
+            apart = self.state.log_history
+            self.callback_handler, self.state.log_history = handler, history
+            self._is_on_training_set = False
+        if self.args.log_non_private_metrics:
+            self._raw_metrics_were_logged = True
+            for logs in apart:
+                self.log({_RAW + k: v for k, v in logs.items() if k not in ("epoch", "step")})
+
+    def _know_training_sets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Remembers what a trainer was given, for one like TRL's prepares it to new objects."""
+        of_given = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+        of_now = (
+            self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        )
+        same = (of_now.get(k) for k, data in of_given.items() if _is_same(data, train_dataset))
+        self._training_sets = (train_dataset, *same)
+
+    def _is_training_set(self, dataset: Any) -> bool:
+        """Whether it is the training set itself, or the outcome of the same operations."""
+        return any(_is_same(dataset, known) for known in (self.train_dataset, *self._training_sets))
+
+    def _refuse_choices_by_training_set(self) -> None:
+        """Refuses a best checkpoint, a stop, a rate or a search that raw training metrics decide.
+
+        Raises:
+            ValueError: in one sentence.
+        """
+        by_name = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        prefixes = [
+            f"eval_{name}_" for name, data in by_name.items() if self._is_training_set(data)
+        ]
+        if self._is_training_set(self.eval_dataset):
+            prefixes = ["eval_"]
+        metric = self.args.metric_for_best_model
+        key = metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"
+        decides = key is not None and key.startswith(tuple(prefixes))
+        if prefixes and (decides or self.hp_search_backend is not None):
+            what = f"`metric_for_best_model={metric}`" if decides else "A search"
+            raise ValueError(
+                f"{what} would choose by metrics on the training set, which epsilon does not "
+                "cover; evaluate on other data."
+            )
+
+
+def _is_same(dataset: Any, other: Any) -> bool:
+    """Whether two are one object, or have one fingerprint (of Hugging Face's `datasets`)."""
+    mine, theirs = (getattr(data, "_fingerprint", None) for data in (dataset, other))
+    return dataset is not None and (dataset is other or (mine is not None and mine == theirs))
