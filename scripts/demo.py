@@ -76,6 +76,7 @@ def main() -> None:
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model()
+    trainer.save_state()
     trainer.create_model_card()
 
     steps, fresh = trainer.state.global_step, sum(test["label"]) / len(test)

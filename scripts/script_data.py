@@ -269,6 +269,7 @@ def report(trainer: DPGrapeTrainer, metrics: dict[str, float]) -> None:
     if metrics:
         trainer.save_metrics("eval", metrics)
     trainer.save_model()
+    trainer.save_state()  # which `hf-dpgrape report` reads
     trainer.create_model_card()
     if trainer.is_world_process_zero():
         rest = ("runtime", "per_second", "epoch")

@@ -106,6 +106,8 @@ def test_run_clm(
     words = command_line(arguments, tmp_path)
     run("run_clm.py", [*words, "--max_steps", "2"], monkeypatch, tmp_path)
     assert "perplexity" in results(tmp_path)[1]
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
 
 
 def test_prompts_and_targets_from_templates(
