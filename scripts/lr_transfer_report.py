@@ -119,7 +119,7 @@ def draw(losses: Losses, folder: Path) -> None:
         widths = sorted({key[4] for key in keys})
         colors = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(widths)))
         for row, optim in zip(axes, optims, strict=True):
-            top = 0.0
+            top, highest = 0.0, 0.0
             for axis, method in zip(row, methods, strict=True):
                 axis.set_title(f"{OPTIMS[optim]}, {METHODS[method]}", fontsize=10)
                 axis.set_xlabel("log2 of the learning rate")
@@ -131,9 +131,11 @@ def draw(losses: Losses, folder: Path) -> None:
                     means = [mean_loss(curve[rate]) for rate in rates]
                     axis.plot(rates, means, ".-", color=color, label=f"width {width}")
                     axis.axvline(best_rate(curve), color=color, lw=1, ls=":")
-                    top = max(top, 2.5 * min(means))
+                    top, highest = max(top, 2.5 * min(means)), max(highest, *means)
             row[0].set_ylabel("held-out loss")
-            row[0].set_ylim(0.8 * row[0].dataLim.y0, top)
+            lowest = min(axis.dataLim.y0 for axis in row)
+            top = min(top, highest)
+            row[0].set_ylim(lowest - 0.05 * (top - lowest), top + 0.05 * (top - lowest))
         axes[0][0].legend(fontsize=8)
         name = task + (f"_rank_{rank.replace('/', '_over_')}" if rank != "0" else "")
         figure.savefig(folder / f"{name}.png", dpi=120)
