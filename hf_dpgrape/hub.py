@@ -49,10 +49,7 @@ class PublishingMixin(_TrainerBase):
     hub_model_id: Any
     push_in_progress: Any
     _private_step: Any
-
-    def privacy_record(self) -> dict[str, Any]:
-        """What `privacy.json` says about the model as it is now."""
-        raise NotImplementedError
+    privacy_record: Any
 
     def _folder(self, output_dir: str | None = None) -> Path:
         """Where to write: the given folder, else `args.output_dir`."""
