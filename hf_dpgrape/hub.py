@@ -10,16 +10,16 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import HfApi
-from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils.hub import PushInProgress
 
 from hf_dpgrape.losses import head_of, task_name_of
 from hf_dpgrape.model_card import last_evaluation, render_card
 from hf_dpgrape.record import RECORD_NAME
+from hf_dpgrape.trainer_part import TrainerPart
 
 CARD_NAME = "README.md"
 
@@ -27,13 +27,8 @@ _WEIGHTS_NAME, _INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 _MODEL_FILES = ("config.json", "generation_config.json", _WEIGHTS_NAME, _INDEX_NAME)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
 
-
-class PublishingMixin(_TrainerBase):
+class PublishingMixin(TrainerPart):
     """The part of a private Trainer that writes the card and pushes to the Hub.
 
     The stock Trainer pushes the whole output folder but its checkpoints. Here a file leaves only

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
-from transformers import DefaultFlowCallback, Trainer
+from transformers import DefaultFlowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.trainer_part import TrainerPart
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +22,8 @@ _RAW = "non_private_"
 #: Log entries of the Trainer that are functions of private data without noise.
 _RAW_LOGS = ("loss", "train_loss")
 
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
 
-
-class LoggingMixin(_TrainerBase):
+class LoggingMixin(TrainerPart):
     """The part of a private Trainer that decides what is logged.
 
     Guarantees:

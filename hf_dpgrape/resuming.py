@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.record import read_record, refuse_changed_plan
-
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
+from hf_dpgrape.trainer_part import TrainerPart
 
 
-class ResumingMixin(_TrainerBase):
+class ResumingMixin(TrainerPart):
     """The part of a private Trainer that continues a run.
 
     Guarantees:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,15 +38,11 @@ from hf_dpgrape.record import (
 )
 from hf_dpgrape.resuming import ResumingMixin
 from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.trainer_part import TrainerPart
 from hf_dpgrape.tuning import TuningMixin
 
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
 
-
-class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, _TrainerBase):
+class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, TrainerPart):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback
 from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer_utils import HPSearchBackend, SaveStrategy
 
@@ -16,6 +16,7 @@ from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.privacy.accounting import composed_epsilon
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.record import finite
+from hf_dpgrape.trainer_part import TrainerPart
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,8 @@ logger = logging.getLogger(__name__)
 Run = tuple[float, float, int]
 _RUN = ("noise_multiplier", "sampling_prob", "num_steps")
 
-if TYPE_CHECKING:
-    _TrainerBase = Trainer
-else:
-    _TrainerBase = object
 
-
-class TuningMixin(_TrainerBase):
+class TuningMixin(TrainerPart):
     """The part of a private Trainer that knows of its earlier runs and of validation data.
 
     Guarantees:
