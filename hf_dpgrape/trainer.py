@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,16 +15,15 @@ from transformers.trainer_utils import TrainOutput, has_length
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.callbacks import show_epsilon
 from hf_dpgrape.capture.capture import Recorder
-from hf_dpgrape.capture.layout import Layouts
-from hf_dpgrape.capture.sites import Site
-from hf_dpgrape.data import LogicalBatches, num_tokens
+from hf_dpgrape.capture.rehearsal import Rehearser
+from hf_dpgrape.data import LogicalBatches
 from hf_dpgrape.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
 from hf_dpgrape.hub import PublishingMixin
 from hf_dpgrape.logs import LoggingMixin
 from hf_dpgrape.losses import PerSampleLoss, head_of
-from hf_dpgrape.preflight import checked_layouts, checked_sites, three_examples
+from hf_dpgrape.preflight import LayoutsByShape, checked_sites, rehearsed
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
@@ -38,6 +38,8 @@ from hf_dpgrape.record import (
 )
 from hf_dpgrape.resuming import ResumingMixin
 from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.subspace.projection import Projection
+from hf_dpgrape.synthetic import SyntheticExamples
 from hf_dpgrape.trainer_part import TrainerPart
 from hf_dpgrape.tuning import TuningMixin
 
@@ -221,30 +223,42 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             self.args, self.optimizer, self.model, projections, head, self._width_transfer
         )
         self._subspace.adopt(self.optimizer)
-        sites = checked_sites(self.model)
+        self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
         self._private_step = PrivateStep(
             plan=self.plan,
-            recorder=Recorder(self.model, sites, projections, self._layouts(sites)),
+            recorder=self._recorder(projections),
             subspace=self._subspace,
             clip_groups=self._clip_groups(),
             head=head,
             source=self._source,
         )
-        self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
         self._inner_optimizer = self.optimizer
         if distributed.is_available() and distributed.is_initialized():
             for parameter in self.model.parameters():
                 distributed.broadcast(parameter.data, src=0)
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _layouts(self, sites: list[Site]) -> Layouts:
-        """How the model's layers see the batch, observed on three training examples."""
-        self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
-        batches = self._logical_batches()
-        examples = three_examples(batches.examples, num_tokens)
-        return checked_layouts(
-            self.model, sites, examples, batches.collate, self._per_sample_loss_of
-        )
+    def _recorder(self, projections: Mapping[str, Projection]) -> Recorder:
+        """Takes per-sample gradients; the model was rehearsed on synthetic examples before.
+
+        Raises:
+            ValueError: the rehearsal found what cannot be trained privately.
+        """
+        structure = self._logical_batches()[[0]][0].inputs
+        examples = self.synthetic_examples(structure)
+        sites = checked_sites(self.model)
+        rehearser = Rehearser(self.model, sites, projections, self._per_sample_loss_of)
+        found = rehearsed(self.model, rehearser, examples)
+        layouts = LayoutsByShape(rehearser, found.layouts, examples)
+        return Recorder(self.model, found.sites, projections, layouts)
+
+    def synthetic_examples(self, structure: Mapping[str, Any]) -> SyntheticExamples:
+        """Made-up examples for the rehearsal; override it for inputs of a special kind.
+
+        Args:
+            structure: one collated example, for its names, dtypes and shapes alone.
+        """
+        return SyntheticExamples(head_of(self.model), structure)
 
     def _per_sample_loss_of(self, inputs: Any) -> Tensor:
         """One loss per sample of a physical batch, under the Trainer's precision."""

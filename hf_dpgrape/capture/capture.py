@@ -18,6 +18,9 @@ from hf_dpgrape.capture.sites import Site
 #: What is done to a call's output: (args, kwargs, output) -> the output to go on with.
 OnOutput = Callable[[Any, Any, Any], Any]
 
+#: Layouts for a batch with these inputs.
+LayoutsOf = Callable[[Any], Layouts]
+
 
 class _Tap(torch.autograd.Function):
     """Identity on a layer's output whose backward applies the layer's rule.
@@ -65,7 +68,8 @@ class Recorder:
         sites: where its tensors live (see `find_sites`).
         projectors: how each tensor is projected, by canonical name. Tensors without a projector
             are not recorded.
-        layouts: how each site sees the batch (see `observe_layouts`).
+        layouts: how each site sees the batch (see `observe_layouts`), or a function that tells it
+            of a batch's inputs, as it may depend on their shapes.
         form: form of the gradients, for tests.
     """
 
@@ -74,7 +78,7 @@ class Recorder:
         model: nn.Module,
         sites: Sequence[Site],
         projectors: Mapping[str, Projector],
-        layouts: Layouts,
+        layouts: Layouts | LayoutsOf,
         *,
         form: Form = "auto",
     ) -> None:
@@ -83,11 +87,6 @@ class Recorder:
         self._projectors = projectors
         self._layouts = layouts
         self._form = form
-        self._num_uses: dict[str, int] = {}
-        for site in sites:
-            for name in site.tensors.values():
-                calls = layouts[site.key].calls if site.key in layouts else 0
-                self._num_uses[name] = self._num_uses.get(name, 0) + calls
         self._recording = False
 
     @contextmanager
@@ -96,6 +95,8 @@ class Recorder:
         batch_size: int,
         names: frozenset[str] | None = None,
         when_complete: WhenComplete | None = None,
+        *,
+        inputs: Any = None,
     ) -> Iterator[PerSampleGradients]:
         """Records one forward and backward of `batch_size` samples.
 
@@ -107,13 +108,15 @@ class Recorder:
             names: tensors to record; None for all.
             when_complete: see `PerSampleGradients`. Bare tensors are complete only after the
                 block.
+            inputs: what the model is given, for layouts that depend on its shapes.
         """
         if self._recording:
             raise RuntimeError("A recording is on already; recordings do not nest.")
+        layouts = self._layouts if isinstance(self._layouts, Mapping) else self._layouts(inputs)
         gradients = PerSampleGradients(
             batch_size,
             form=self._form,
-            num_uses=self._num_uses,
+            num_uses=self._num_uses(layouts),
             when_complete=when_complete,
         )
         anchors: dict[torch.device, Tensor] = {}
@@ -121,7 +124,8 @@ class Recorder:
         self._recording = True
         try:
             with ExitStack() as stack:
-                stack.enter_context(_frozen(self._model))
+                stack.enter_context(frozen(self._model))
+                stack.enter_context(unmoved_buffers(self._model))
                 for site in self._sites:
                     tensors = {
                         local: self._projectors[name]
@@ -131,7 +135,7 @@ class Recorder:
                     if tensors and site.rule is None:
                         leaves += stack.enter_context(expanded(site, batch_size))
                     elif tensors:
-                        tap = self._tap(site, tensors, gradients, anchors)
+                        tap = self._tap(site, tensors, gradients, anchors, layouts)
                         stack.enter_context(intercepted(site, tap))
                 yield gradients
                 for name, leaf in leaves:
@@ -141,12 +145,22 @@ class Recorder:
         finally:
             self._recording = False
 
+    def _num_uses(self, layouts: Layouts) -> dict[str, int]:
+        """How often each tensor is used in a forward pass."""
+        uses: dict[str, int] = {}
+        for site in self._sites:
+            for name in site.tensors.values():
+                calls = layouts[site.key].calls if site.key in layouts else 0
+                uses[name] = uses.get(name, 0) + calls
+        return uses
+
     def _tap(
         self,
         site: Site,
         tensors: Mapping[str, Projector],
         gradients: PerSampleGradients,
         anchors: dict[torch.device, Tensor],
+        layouts: Layouts,
     ) -> OnOutput:
         """What is done to the outputs of one site."""
 
@@ -155,7 +169,7 @@ class Recorder:
                 return output
             leaves, spec = pytree.tree_flatten((args, kwargs))
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            layout = checked(site, self._layouts, inputs, output, gradients.batch_size)
+            layout = checked(site, layouts, inputs, output, gradients.batch_size)
             output = with_batch(output, layout, gradients.batch_size)
             if not torch.is_grad_enabled():  # a checkpointed forward; it runs again in backward
                 return output
@@ -213,14 +227,13 @@ def checked(
 
 
 def _fits(tensor: Tensor, rows: int, batch_size: int) -> bool:
-    """Whether a tensor has the rows per sample that were observed.
+    """Whether a tensor has exactly the rows per sample that were observed at this shape."""
+    return rows == 0 or (tensor.ndim > 0 and tensor.shape[0] == rows * batch_size)
 
-    Several rows per sample are positions or windows folded into the first dimension; their number
-    changes with the length of the input, one row per sample does not.
-    """
-    if rows <= 1:
-        return rows == 0 or tensor.shape[0] == batch_size
-    return tensor.shape[0] % batch_size == 0
+
+def rows_of(layout: Layout) -> int:
+    """Rows per sample of an output, after it was expanded if it is broadcast."""
+    return layout.output or layout.broadcast
 
 
 def _in_functorch() -> bool:
@@ -229,7 +242,7 @@ def _in_functorch() -> bool:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter of the model requires grad inside the block."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
@@ -239,6 +252,32 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def unmoved_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuses a forward and backward that changes a buffer.
+
+    It would carry something from one physical batch to the next, and into the saved weights. No
+    value is read: a buffer is another object, or counts its changes.
+
+    Raises:
+        RuntimeError: naming the buffer.
+    """
+
+    def states() -> dict[str, tuple[int, int]]:
+        return {n: (id(b), b._version) for n, b in model.named_buffers() if not b.is_inference()}
+
+    before = states()
+    yield
+    after = states()
+    for name in before.keys() & after.keys():
+        if before[name] != after[name]:
+            raise RuntimeError(
+                f"The buffer `{name}` changed in a forward pass of training, so one batch would "
+                "influence the next (as running statistics and dynamic position scaling do); "
+                "switch that off, or cut examples to the length that the model was made for."
+            )
 
 
 def intercepted(site: Site, on_output: OnOutput) -> AbstractContextManager[None]:

@@ -225,6 +225,11 @@ class PerSampleGradients:
         parts = self._parts.get(name)
         return None if not parts else sum(part.dense().values for part in parts)  # type: ignore[return-value]
 
+    def of_sample(self, name: str, sample: int) -> Tensor:
+        """The materialized gradient (*shape) of one sample, for a tensor that has one."""
+        index = torch.tensor([sample], device=next(self.tensors()).device)
+        return sum(part.select(index).dense().values[0] for part in self._parts[name])  # type: ignore[return-value]
+
     def add_weighted_sum_(self, name: str, out: Tensor, weights: Tensor) -> None:
         """Adds the sum over samples of weight times gradient to `out`, in place.
 

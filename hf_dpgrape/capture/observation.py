@@ -1,12 +1,12 @@
-"""Finds out how each layer sees the batch, by running the model on three examples.
+"""Finds out how each layer sees the batch, by running the model on three examples of one shape.
 
 Sizes alone cannot tell: a (T, T) table of relative positions looks like a batch when B == T, and
-a router may hand a layer a number of rows that happens to be a multiple of B. So before training
-the model is run without gradients on two, on two others and on three examples. What grows with
-the number of examples is batched; a sample's values must not depend on the other samples; and
-what is broadcast over the batch must bear being expanded to one copy per sample.
+a router may hand a layer a number of rows that happens to be a multiple of B. So the model is run
+without gradients on two, on two others and on three examples. What grows with the number of
+examples is batched, and does so equally whichever examples they are; what is broadcast over the
+batch must bear being expanded to one copy per sample.
 
-Only shapes and yes-or-no answers are kept, so it does not matter which examples these are.
+That a sample's values do not depend on the other samples is for the rehearsal to find out.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_dpgrape.capture.capture import expanded, intercepted, with_batch
+from hf_dpgrape.capture.draws import Draws
 from hf_dpgrape.capture.layout import Layout
 from hf_dpgrape.capture.sites import Site
 
 #: Runs the model on the examples at these positions of a batch of three; one loss per example.
 Forward = Callable[[list[int]], Tensor]
 
-#: Relative deviation of a sample's values that different kernels for the same shapes explain.
-_ISOLATION_TOLERANCE = 1e-3
+#: Relative deviation of a loss that kernels for tables and for copies of them explain.
+_EXPANSION_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ class _Seen:
 
     inputs: tuple[torch.Size, ...]
     output: torch.Size | None
-    first_sample: float
 
 
 def _rows(two: int, three: int) -> int | None:
@@ -45,13 +45,6 @@ def _rows(two: int, three: int) -> int | None:
     if two == three:
         return 0
     return two // 2 if two % 2 == 0 and three == two // 2 * 3 else None
-
-
-def _fingerprint(output: Tensor, num_samples: int) -> float:
-    """A number that changes with the values of the first sample."""
-    rows = output[: max(1, output.shape[0] // num_samples)].detach().double().flatten()
-    weights = torch.linspace(1, 2, rows.numel(), dtype=torch.float64, device=rows.device)
-    return float((rows * weights).abs().sum())
 
 
 def _observe(
@@ -64,8 +57,7 @@ def _observe(
         leaves = pytree.tree_leaves((args, kwargs))
         shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         plain = isinstance(output, Tensor) and output.ndim > 0
-        mark = _fingerprint(output, len(samples)) if plain else 0.0
-        seen[key].append(_Seen(shapes, output.shape if plain else None, mark))
+        seen[key].append(_Seen(shapes, output.shape if plain else None))
         return output
 
     with torch.no_grad(), ExitStack() as stack:
@@ -82,6 +74,8 @@ def _layout(pair: _Seen, other: _Seen, triple: _Seen) -> Layout:
         return Layout(problem="its output is not a single tensor")
     if len(pair.inputs) != len(triple.inputs):
         return Layout(problem="it takes different arguments in different calls")
+    if pair != other:
+        return Layout(problem="the number of rows it sees depends on what the examples hold")
     inputs = [
         _rows(two[0], three[0]) if two and three else 0
         for two, three in zip(pair.inputs, triple.inputs, strict=True)
@@ -91,9 +85,6 @@ def _layout(pair: _Seen, other: _Seen, triple: _Seen) -> Layout:
         return Layout(problem="the number of rows it sees is not a multiple of the batch size")
     if output == 0 and pair.output[0] != 1:
         return Layout(problem=f"its output {tuple(pair.output)} has no batch dimension in front")
-    scale = abs(pair.first_sample) + 1e-12
-    if output and abs(pair.first_sample - other.first_sample) > _ISOLATION_TOLERANCE * scale:
-        return Layout(problem="what it computes for one sample depends on the other samples")
     return Layout(inputs=tuple(i or 0 for i in inputs), output=output)
 
 
@@ -112,7 +103,7 @@ def observe_layouts(model: nn.Module, sites: Sequence[Site], forward: Forward) -
     """Layouts of all sites, by `Site.key`; a site that is never called has none.
 
     Args:
-        model: the model, in evaluation mode for the time of the observation.
+        model: the model; its random draws are replaced by their expectations.
         sites: sites of the tensors to train.
         forward: runs the model on some of three examples.
     """
@@ -123,61 +114,31 @@ def observe_layouts(model: nn.Module, sites: Sequence[Site], forward: Forward) -
         if (name := site.name.rpartition(".")[0])
     }
     all_watched = {**watched, **{f"parent of {key}": site for key, site in parents.items()}}
-    with _evaluation_mode(model):
-        runs = [_observe(all_watched, forward, samples) for samples in ([0, 1], [0, 2], [0, 1, 2])]
-        layouts: dict[str, Layout] = {}
-        for key in watched:
-            if (layout := _agree([run[key] for run in runs])) is not None:
-                layouts[key] = replace(
-                    layout,
-                    broadcast=_first_rows(runs[0], runs[2], f"parent of {key}"),
-                    calls=len(runs[0][key]),
-                )
-        _rehearse_expansion(watched, layouts, forward)
-        for site in sites:
-            if site.rule is None:
-                layouts[site.key] = Layout(problem=_bare_problem(site, forward))
-        for site in _with_hidden_uses(model, sites, forward):
-            problem = "its tensors are also used otherwise than by calling it"
-            layouts[site.key] = Layout(problem=problem)
+    with Draws(model, "mean"):
+        return _observed(sites, watched, all_watched, forward)
+
+
+def _observed(
+    sites: Sequence[Site],
+    watched: Mapping[str, Site],
+    all_watched: Mapping[str, Site],
+    forward: Forward,
+) -> dict[str, Layout]:
+    """Layouts where the model is deterministic."""
+    runs = [_observe(all_watched, forward, samples) for samples in ([0, 1], [0, 2], [0, 1, 2])]
+    layouts: dict[str, Layout] = {}
+    for key in watched:
+        if (layout := _agree([run[key] for run in runs])) is not None:
+            layouts[key] = replace(
+                layout,
+                broadcast=_first_rows(runs[0], runs[2], f"parent of {key}"),
+                calls=len(runs[0][key]),
+            )
+    _rehearse_expansion(watched, layouts, forward)
+    for site in sites:
+        if site.rule is None:
+            layouts[site.key] = Layout(problem=_bare_problem(site, forward))
     return layouts
-
-
-def _with_hidden_uses(model: nn.Module, sites: Sequence[Site], forward: Forward) -> list[Site]:
-    """Sites whose tensors reach the losses by a way that does not pass the sites.
-
-    With the outputs of all sites cut from the graph, no gradient may reach their tensors.
-    """
-    tensors = {
-        name: model.get_parameter(name)
-        for site in sites
-        if site.rule is not None
-        for name in site.tensors.values()
-    }
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    try:
-        for p, _ in flags:
-            p.requires_grad_(False)
-        for p in tensors.values():
-            p.requires_grad_(True)
-        with torch.enable_grad(), ExitStack() as stack:
-            for site in sites:
-                if site.rule is not None:
-                    stack.enter_context(intercepted(site, lambda _, __, out: _cut(out)))
-            losses = forward([0, 1])
-        if not losses.requires_grad:
-            return []
-        grads = torch.autograd.grad(losses.sum(), list(tensors.values()), allow_unused=True)
-    finally:
-        for p, flag in flags:
-            p.requires_grad_(flag)
-    hidden = {name for name, grad in zip(tensors, grads, strict=True) if grad is not None}
-    return [s for s in sites if s.rule is not None and hidden & set(s.tensors.values())]
-
-
-def _cut(output: Any) -> Any:
-    """All tensors of an output, detached."""
-    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
 
 def _first_rows(
@@ -212,7 +173,7 @@ def _rehearse_expansion(
 def _same(plain: Tensor, forward: Forward) -> bool:
     """Whether the losses of examples 0 and 1 are still these."""
     try:
-        return torch.allclose(forward([0, 1]), plain, rtol=_ISOLATION_TOLERANCE)
+        return torch.allclose(forward([0, 1]), plain, rtol=_EXPANSION_TOLERANCE)
     except (RuntimeError, ValueError):  # shapes that do not fit
         return False
 
@@ -247,15 +208,3 @@ def _values(site: Site, values: Mapping[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         site.module._parameters.update(originals)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, each module's own mode after it."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -30,6 +30,9 @@ class Projector(Protocol):
 
     full_shape: torch.Size
 
+    def prepare(self) -> None:
+        """Makes what projecting needs, which is otherwise made when it is first needed."""
+
     def on_rows(self, factor: Tensor) -> Tensor:
         """Projects a left factor (..., m), or returns it as it is."""
 

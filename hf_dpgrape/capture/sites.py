@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -160,6 +161,52 @@ def _bare_site(
         module_name, _, step = module_name.rpartition(".")
         module, path = model.get_submodule(module_name), f"{step}.{path}"
     return Site(module_name, module, {path: name}, GenericRule())
+
+
+def own_tensors(site: Site) -> list[tuple[nn.Module, str]]:
+    """The modules that hold a site's tensors, each with the tensor's name there."""
+    held = []
+    for path in site.tensors:
+        owner, _, local = path.rpartition(".")
+        held.append((site.module.get_submodule(owner), local))
+    return held
+
+
+def widened(model: nn.Module, sites: Sequence[Site], names: Collection[str]) -> list[Site] | None:
+    """Sites where each of these tensors belongs to the smallest module around all its present ones.
+
+    Returns:
+        All sites; None if for some tensor there is no such module but the model itself.
+    """
+    found = [
+        replace(site, tensors=kept)
+        for site in sites
+        if (kept := {path: n for path, n in site.tensors.items() if n not in names})
+    ]
+    for name in names:
+        paths = [
+            f"{site.name}.{path}".lstrip(".")
+            for site in sites
+            for path, tensor in site.tensors.items()
+            if tensor == name
+        ]
+        owners = [site.name.split(".") for site in sites if name in site.tensors.values()]
+        levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*owners, strict=False))
+        common = [level[0] for level in levels]
+        if len(owners) == 1 or common in owners:
+            common = common[:-1]
+        while common and not _has_forward(model.get_submodule(".".join(common))):
+            common = common[:-1]
+        if not common:
+            return None
+        around = ".".join(common)
+        inside = {path.removeprefix(f"{around}."): name for path in paths}
+        there = next((s for s in found if s.key == around and isinstance(s.rule, GenericRule)), None)
+        if there is not None:
+            found.remove(there)
+            inside |= there.tensors
+        found.append(Site(around, model.get_submodule(around), inside, GenericRule()))
+    return found
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -167,7 +167,9 @@ class PrivateStep:
 
         for physical_batch in logical_batch:
             clipped = ClippedSum(plan, groups, plan.shares_at(step), sums)
-            record = self._recorder.record(physical_batch.num_samples, names, clipped)
+            record = self._recorder.record(
+                physical_batch.num_samples, names, clipped, inputs=physical_batch.inputs
+            )
             with record as gradients:
                 losses = per_sample_losses(physical_batch.inputs)
                 check_losses(losses, physical_batch.num_samples)

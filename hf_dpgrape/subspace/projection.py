@@ -84,6 +84,11 @@ class Projection:
             self._matrix = self.matrix_at(self.refresh_index)
         return self._matrix
 
+    def prepare(self) -> None:
+        """Draws P now, if there is one."""
+        if self.side is not None:
+            _ = self.matrix
+
     def matrix_at(self, refresh_index: int) -> Tensor:
         """P as it is after that many refreshes."""
         if self.side is None:
