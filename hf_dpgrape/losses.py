@@ -8,8 +8,8 @@ inside the sample, by its own number of labels, and never by anything of its nei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -237,7 +237,8 @@ class PerSampleLoss:
                 f"rename yours, or pass `compute_loss_func`. Columns: {sorted(features)}."
             )
         features = self._forward_inputs(loss, features, labels)
-        outputs = model(**features, **self._as_fields())
+        with _named_outputs(self._head.config):
+            outputs = model(**features)
         if loss in _BY_POSITION:
             labels = _behind_virtual_tokens(model, outputs.logits, labels)
         assert loss is not None
@@ -250,10 +251,6 @@ class PerSampleLoss:
         if loss is not seq2seq_lm or "labels" not in labels or "decoder_input_ids" in features:
             return features
         return {**features, "decoder_input_ids": _decoder_inputs(self._head, labels["labels"])}
-
-    def _as_fields(self) -> dict[str, bool]:
-        """The option by which a model that was told to return tuples names its outputs."""
-        return {} if getattr(self._head.config, "return_dict", True) else {"return_dict": True}
 
     # ---- Which of the candidates -----------------------------------------------------------
 
@@ -303,8 +300,8 @@ class PerSampleLoss:
         config = self._head.config
         problem_type = getattr(config, "problem_type", None)
         try:
-            with _same_draws(model):
-                loss = getattr(model(**inputs, **self._as_fields()), "loss", None)
+            with _same_draws(model), _named_outputs(config):
+                loss = getattr(model(**inputs), "loss", None)
         except Exception:  # whatever it is, nothing can be compared
             return math.nan
         finally:
@@ -333,6 +330,20 @@ def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor
     return features, {key: features.pop(key) for key in _LABELS if key in features}
 
 
+@contextmanager
+def _named_outputs(config: Any) -> Iterator[None]:
+    """Lets a model name its outputs although its configuration asks for tuples."""
+    wanted = getattr(config, "return_dict", True)
+    if wanted is True:  # the usual case leaves the configuration alone
+        yield
+        return
+    config.return_dict = True  # as an argument, it would not reach the models inside
+    try:
+        yield
+    finally:
+        config.return_dict = wanted
+
+
 def _num_rows(inputs: Mapping[str, Any]) -> int:
     """Number of samples of a batch."""
     return next(len(v) for v in inputs.values() if isinstance(v, Tensor) and v.ndim)
@@ -352,8 +363,8 @@ def _behind_virtual_tokens(
 def _first_label_alone(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The example with its first label only, if it has one per position.
 
-    A loss that shifts labels ignores it, and one that does not shift them ignores no other: these
-    two cannot agree by chance, as they nearly do on all labels if the model knows nothing yet.
+    A loss that shifts labels ignores it, and one that does not shift them does not. On all labels
+    the two may agree by chance: both are nearly `log(vocab_size)` if the model knows nothing yet.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
