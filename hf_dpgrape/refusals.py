@@ -184,21 +184,29 @@ def refuse_bypasses(trainer: type, private: type) -> None:
                 "example has a loss of its own; remove it, and pass the loss of one example as "
                 "`compute_loss_func=f` with f(outputs, labels)."
             )
-        names = _PRIVATE_METHODS if place < order.index(private) else _REPLACED_METHODS
-        theirs = [name for name in names if name in vars(owner)]
-        if _where(owner).startswith(("transformers.", "hf_dpgrape.", "trl.")):
-            continue
-        for name in theirs:
-            if place > order.index(private):
-                raise ValueError(
-                    f"`{owner.__name__}.{name}` would not be called in private training: "
-                    f"{_REPLACED_METHODS[name]}."
-                )
-            if not _calls(vars(owner)[name], name):
-                raise ValueError(
-                    f"`{owner.__name__}.{name}` does not call `super().{name}`, so nothing would "
-                    "be private; call it, or remove the method."
-                )
+        if place < order.index(private):
+            _refuse_bypass(owner)
+        elif not _where(owner).startswith(("transformers.", "hf_dpgrape.", "trl.")):
+            _refuse_replaced(owner)
+
+
+def _refuse_bypass(owner: type) -> None:
+    """Refuses a method before the private one that does not come to it."""
+    for name in _PRIVATE_METHODS:
+        if name in vars(owner) and not _calls(vars(owner)[name], name):
+            raise ValueError(
+                f"`{owner.__name__}.{name}` does not call `super().{name}`, so nothing would be "
+                "private; call it, or remove the method."
+            )
+
+
+def _refuse_replaced(owner: type) -> None:
+    """Refuses a method of the user's to which the private one does not come."""
+    for name, reason in _REPLACED_METHODS.items():
+        if name in vars(owner):
+            raise ValueError(
+                f"`{owner.__name__}.{name}` would not be called in private training: {reason}."
+            )
 
 
 def _where(owner: type) -> str:
