@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import DefaultFlowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.losses import PerSampleLoss, head_of
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.trainer_part import TrainerPart
 
@@ -33,6 +35,7 @@ class LoggingMixin(TrainerPart):
     """
 
     args: DPGrapeTrainingArguments
+    model: Any
     plan: PrivacyPlan | None
     _private_losses: list[float]
     _steps_counted: Any
@@ -84,6 +87,23 @@ class LoggingMixin(TrainerPart):
             if not isinstance(eval_dataset, str):
                 self._begin_evaluation(eval_dataset)
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of an evaluation: with `compute_loss_func`, the mean of the examples' own."""
+        if not callable(self.compute_loss_func):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        own = PerSampleLoss(head_of(self.model), self.compute_loss_func)
+        losses, outputs = own.with_outputs(model, inputs)
+        loss = losses.mean()
+        if not isinstance(outputs, dict):  # the Trainer leaves the first of several out, the loss
+            outputs = (loss, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+        return (loss, outputs) if return_outputs else loss
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`; callbacks see no metrics on the training set."""

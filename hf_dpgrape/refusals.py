@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
+from types import CodeType
 
-from transformers import TrainingArguments
+from torch import nn
+from transformers import Trainer, TrainingArguments
 
 #: Optimizers that keep weights of their own or need gradients of full size.
 UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
@@ -22,6 +26,24 @@ _LAUNCHER_REFUSALS = {
         "the hooks that take per-sample gradients need eager mode",
     ),
 }
+
+#: Methods by which a step is private; who overrides them has to call what is overridden.
+_PRIVATE_METHODS = (
+    "train",
+    "_inner_training_loop",
+    "training_step",
+    "get_train_dataloader",
+    "create_optimizer",
+)
+
+#: Methods of a Trainer that private training replaces, and what is done there.
+_REPLACED_METHODS = {
+    "training_step": "the private step stands in its place; use callbacks for what is not training",
+    "get_train_dataloader": "examples are drawn by Poisson sampling; change the data set instead",
+}
+
+#: Whose loss is the model's own, which is known per sample.
+_USUAL_LOSSES = ("transformers.", "hf_dpgrape.", "trl.trainer.sft_trainer.")
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
@@ -135,6 +157,85 @@ def _trl_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
             "a private step does not apply it; use gradient checkpointing",
         ),
     }
+
+
+def refuse_other_order(trainer: type, private: type) -> None:
+    """Refuses a class whose Trainer comes before the private part, which it would hide."""
+    order = trainer.__mro__
+    if Trainer in order and order.index(Trainer) < order.index(private):
+        raise TypeError(
+            f"Expected the private part first, got it after the Trainer: write `class "
+            f"{trainer.__name__}({private.__name__}, ...)`."
+        )
+
+
+def refuse_bypasses(trainer: type, private: type) -> None:
+    """One sentence for a method of the user's by which the private part is not reached.
+
+    Args:
+        trainer: the class of the trainer.
+        private: the class among its bases that trains privately.
+    """
+    order = trainer.__mro__
+    for place, owner in enumerate(order):
+        if "compute_loss" in vars(owner) and not _where(owner).startswith(_USUAL_LOSSES):
+            raise ValueError(
+                f"`{owner.__name__}.compute_loss` is not possible in private training, where each "
+                "example has a loss of its own; remove it, and pass the loss of one example as "
+                "`compute_loss_func=f` with f(outputs, labels)."
+            )
+        if place < order.index(private):
+            _refuse_bypass(owner)
+        elif not _where(owner).startswith(("transformers.", "hf_dpgrape.", "trl.")):
+            _refuse_replaced(owner)
+
+
+def _refuse_bypass(owner: type) -> None:
+    """Refuses a method before the private one that does not come to it."""
+    for name in _PRIVATE_METHODS:
+        if name in vars(owner) and not _calls(vars(owner)[name], name):
+            raise ValueError(
+                f"`{owner.__name__}.{name}` does not call `super().{name}`, so nothing would be "
+                "private; call it, or remove the method."
+            )
+
+
+def _refuse_replaced(owner: type) -> None:
+    """Refuses a method of the user's to which the private one does not come."""
+    for name, reason in _REPLACED_METHODS.items():
+        if name in vars(owner):
+            raise ValueError(
+                f"`{owner.__name__}.{name}` would not be called in private training: {reason}."
+            )
+
+
+def _where(owner: type) -> str:
+    """Module and name of a class."""
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def _calls(method: Callable[..., object], name: str) -> bool:
+    """Whether a method names another in its code."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code is not None and name in _names_in(code)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of attributes and globals in code, functions inside it included."""
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuses a model whose layers run compiled: hooks would not see what passes through them."""
+    for name, module in model.named_modules():
+        # `Module.compile` keeps a compiled call; `torch.compile(module)` wraps the module.
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise ValueError(
+                f"Expected a model that is not compiled, got `{name or type(model).__name__}` "
+                "compiled: the hooks that take per-sample gradients need eager mode; pass the "
+                "model as it was before `compile`."
+            )
 
 
 def refuse_what_a_launcher_set(args: TrainingArguments) -> None:

@@ -36,6 +36,7 @@ from hf_dpgrape.record import (
     with_earlier_part,
     write_record,
 )
+from hf_dpgrape.refusals import refuse_bypasses, refuse_compiled, refuse_other_order
 from hf_dpgrape.resuming import ResumingMixin
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
@@ -67,7 +68,12 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     optimizer: Any
     plan: PrivacyPlan | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_other_order(cls, DPGrapeMixin)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_bypasses(type(self), DPGrapeMixin)
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DPGrapeTrainingArguments):
             raise TypeError(
@@ -105,6 +111,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 f"{type(self.train_dataset).__name__}: Poisson sampling draws each example with a "
                 "known probability. Load it as a map-style dataset."
             )
+        refuse_compiled(self.model)
         checked_sites(self.model)
         PerSampleLoss(head_of(self.model), self.compute_loss_func)
         if self.args.dpmup_base_model is not None:
