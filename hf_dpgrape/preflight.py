@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,14 @@ from hf_dpgrape.engine.tensors import sites_or_problems
 from hf_dpgrape.synthetic import SyntheticExamples
 
 
+class RefusedModelError(ValueError):
+    """A model that cannot be trained privately as it is."""
+
+
 def refuse(model: nn.Module, problems: Mapping[str, str]) -> None:
-    """Raises a ValueError that names all problems, if there are any."""
+    """Raises a `RefusedModelError` that names all problems, if there are any."""
     if problems:
-        raise ValueError(
+        raise RefusedModelError(
             f"`{type(model).__name__}` cannot be trained privately as it is: "
             + "; ".join(f"`{name}`: {reason}" for name, reason in problems.items())
             + ". Freeze what cannot be trained with `requires_grad_(False)`."
@@ -55,9 +59,7 @@ class LayoutsByShape:
         examples: makes synthetic examples.
     """
 
-    def __init__(
-        self, rehearser: Rehearser, known: Layouts, examples: SyntheticExamples
-    ) -> None:
+    def __init__(self, rehearser: Rehearser, known: Layouts, examples: SyntheticExamples) -> None:
         self._rehearser = rehearser
         self._known = known
         self._examples = examples
@@ -85,9 +87,19 @@ class LayoutsByShape:
 
 
 def rehearsed(
-    model: nn.Module, rehearser: Rehearser, examples: SyntheticExamples
+    model: nn.Module,
+    rehearser: Rehearser,
+    examples: SyntheticExamples,
+    settle: Callable[[Mapping[str, Any]], str],
 ) -> Rehearsal:
     """The outcome of a rehearsal that found nothing wrong.
+
+    Args:
+        model: the model.
+        rehearser: rehearses it.
+        examples: synthetic examples.
+        settle: compares the per-sample loss with the model's own on one of them; tells why they
+            differ, or nothing.
 
     Raises:
         ValueError: the model cannot be trained privately, or takes no synthetic examples.
@@ -95,7 +107,11 @@ def rehearsed(
     failure: Exception | None = None
     for batches in examples.choices():
         try:
+            if differs := settle(batches[0]([0])):
+                refuse(model, {type(model).__name__: differs})
             found = rehearser(batches)
+        except RefusedModelError:
+            raise
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             failure = failure or error
             continue

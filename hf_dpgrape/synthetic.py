@@ -66,7 +66,9 @@ class SyntheticExamples:
         if length is None:
             return [own]
         small = [
-            self.of_shape({k: _resized(k, shape, length, *sizes) for k, shape in self._shape.items()})
+            self.of_shape(
+                {k: _resized(k, shape, length, *sizes) for k, shape in self._shape.items()}
+            )
             for sizes in zip(_LENGTHS, _LABEL_LENGTHS, strict=True)
         ]
         return [small, own]
@@ -119,7 +121,7 @@ class SyntheticExamples:
             if key.startswith("global"):
                 value = torch.zeros(shape)
                 value[..., 0] = 1
-            elif is_sequence:
+            elif is_sequence and real is not None:
                 value = value * real
             return value.to(dtype)
         if dtype.is_floating_point:
@@ -178,7 +180,7 @@ def _real(number: int, length: int) -> Tensor:
     place = torch.arange(length)
     if not PADDED <= number < CONSTANT:
         return place >= 0
-    num_real = max(1, math.ceil(length / 2) + (number - PADDED) % 2)
+    num_real = max(1, math.ceil(length / 2) + (number - PADDED) % 2 - (number - PADDED) // 2)
     return place < num_real
 
 

@@ -255,9 +255,14 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         examples = self.synthetic_examples(structure)
         sites = checked_sites(self.model)
         rehearser = Rehearser(self.model, sites, projections, self._per_sample_loss_of)
-        found = rehearsed(self.model, rehearser, examples)
+        found = rehearsed(self.model, rehearser, examples, self._settle_loss)
         layouts = LayoutsByShape(rehearser, found.layouts, examples)
         return Recorder(self.model, found.sites, projections, layouts)
+
+    def _settle_loss(self, inputs: Mapping[str, Any]) -> str:
+        """Why no per-sample loss is the model's own on this example; nothing if one is."""
+        with self.compute_loss_context_manager():
+            return self._per_sample_loss.settle(self.model, self._prepare_inputs(dict(inputs)))
 
     def synthetic_examples(self, structure: Mapping[str, Any]) -> SyntheticExamples:
         """Made-up examples for the rehearsal; override it for inputs of a special kind.

@@ -7,6 +7,7 @@ gradient of full size exists at a time. A tensor that is used several times is c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -45,9 +46,8 @@ def single_gradients(
                 parameter.requires_grad_(name in projectors)
                 parameter.grad = None
                 if name in projectors:
-                    handle = parameter.register_post_accumulate_grad_hook(
-                        lambda p, name=name: take(name, p)  # type: ignore[misc]
-                    )
+                    hook = functools.partial(take, name)
+                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             # One thread, so that what watches this one also sees backward.
             with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):

@@ -60,9 +60,11 @@ def _constant(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], what: s
     name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
     if name == "bernoulli":
         prob = _argument(func, args, kwargs, "p")
-        return (0.0, args[0] if prob is None and name == func.overloadpacket.__name__ else prob, 1.0)[
-            pick
-        ]
+        return (
+            0.0,
+            args[0] if prob is None and name == func.overloadpacket.__name__ else prob,
+            1.0,
+        )[pick]
     if name in ("rand", "uniform"):
         low = _argument(func, args, kwargs, "from") or 0.0
         high = _argument(func, args, kwargs, "to")
@@ -82,7 +84,7 @@ def _constant(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], what: s
     return None
 
 
-class Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every random operator inside the block, and may replace what it draws.
 
     With their expectations in place of all draws, training mode is a deterministic function: a
@@ -100,7 +102,7 @@ class Draws(TorchDispatchMode):
         replacement: Replacement = "nothing",
         extremes: Mapping[int, Literal["low", "high"]] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[Draw] = []
         self._replacement = replacement
         self._extremes = extremes or {}
@@ -183,7 +185,7 @@ class _States:
     """States of the generators that no dispatch mode sees."""
 
     python: Any = field(default_factory=random.getstate)
-    numpy: Any = field(default_factory=lambda: np.random.get_state()[1].tobytes())  # type: ignore[index,union-attr]
+    numpy: Any = field(default_factory=lambda: np.random.get_state()[1].tobytes())  # type: ignore[index]
     numpy_position: Any = field(default_factory=lambda: np.random.get_state()[2])  # type: ignore[index]
 
 

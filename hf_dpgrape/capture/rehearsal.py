@@ -32,22 +32,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hf_dpgrape.capture.autograd import single_gradients
-from hf_dpgrape.capture.capture import (
-    Recorder,
-    expanded,
-    frozen,
-    intercepted,
-    rows_of,
-    with_batch,
-)
+from hf_dpgrape.capture.capture import Recorder, expanded, frozen
 from hf_dpgrape.capture.draws import Draws, foreign_draws, shared_draws
+from hf_dpgrape.capture.isolation import own_tensors_detached, watched_rows
 from hf_dpgrape.capture.layout import Layout, Layouts
 from hf_dpgrape.capture.observation import observe_layouts
 from hf_dpgrape.capture.rules import Projector
-from hf_dpgrape.capture.sites import Site, own_tensors, widened
+from hf_dpgrape.capture.sites import Site, widened
 
 #: Inputs of the synthetic samples of these numbers, as one batch. A number always names the same
 #: sample: from 0 ordinary ones, from `PADDED` such as end in padding, from `CONSTANT` such as
@@ -64,13 +57,22 @@ _ORACLE_TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-7}
 _NEIGHBOR_TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 _TOLERANCE_OF_16_BITS = {True: 0.1, False: 1e-2}
 
+_NEIGHBORS = (
+    "the loss or the gradient of an example changes with the examples beside it (layers or losses "
+    "that look across the batch, an expert's capacity)"
+)
+
 _TOGETHER = (1, 0, PADDED, 2, CONSTANT)
-_OTHERS = (3, 0, PADDED, 4, PADDED + 1)
-_SAME_PLACES = (1, 2)
+#: Batches in which the sample at a place of `_TOGETHER` has none of its neighbors; all of them hold
+#: some padding, since kernels may be others where there is none.
+_OTHERS = {
+    1: (3, 0, PADDED + 1, 4, CONSTANT + 1),
+    2: (PADDED + 1, PADDED + 3, PADDED, PADDED + 2, PADDED + 1),
+}
 _THREE = (0, PADDED, 1)
 #: Batches that layouts are observed on, and those of the other checks.
 _FOR_LAYOUTS = ((0,), (0, PADDED), (0, 1), _THREE)
-_FOR_CHECKS = (_TOGETHER, _OTHERS, *((i,) for i in _TOGETHER), (0, 1, 2))
+_FOR_CHECKS = (_TOGETHER, *_OTHERS.values(), *((i,) for i in _TOGETHER), (0, 1, 2))
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,10 @@ class Rehearser:
                 "what is computed of it for one sample depends on the other samples of the batch",
             )
 
-        with frozen(self._model), _watched(self._model, self._sites, layouts, place, size, note):
+        with (
+            frozen(self._model),
+            watched_rows(self._model, self._sites, layouts, place, size, note),
+        ):
             losses = self._losses(batch(_TOGETHER))
             if losses.requires_grad:
                 losses[place].backward()  # type: ignore[no-untyped-call]
@@ -267,37 +272,37 @@ class Rehearser:
         # the layer that mixes.
         return dict(list(found.items())[:1])
 
-    def _moved_by_others(
-        self, batch: Batch, together: _Taken, layouts: Layouts
-    ) -> dict[str, str]:
+    def _moved_by_others(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
         """Whether losses or gradients of a sample change with the samples beside it."""
-        others = self._batched(batch, _OTHERS, layouts)
         allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
-        if max(together.distance(others, place) for place in _SAME_PLACES) <= allowed:
+        if all(
+            together.distance(self._batched(batch, others, layouts), place) <= allowed
+            for place, others in _OTHERS.items()
+        ):
             return {}
-        return {
-            "": "the loss or the gradient of an example changes with the examples beside it "
-            "(layers or losses that look across the batch, an expert's capacity)"
-        }
+        return {"": _NEIGHBORS}
 
     def _differences(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
         """Tensors whose gradients are not those of one backward per sample."""
-        worst: dict[str, float] = {}
+        by_one: dict[str, float] = {}
+        in_batch: dict[str, float] = {}
         for place in (1, 2, 4):
             sample = _TOGETHER[place]
             with single_gradients(self._model, self._projectors) as alone:
                 losses = self._losses(batch([sample]))
                 if losses.requires_grad:
                     losses.sum().backward()  # type: ignore[no-untyped-call]
-            by_one = self._batched(batch, [sample], layouts)
-            for got in (together.gradients[place], by_one.gradients[0]):
+            single = self._batched(batch, [sample], layouts).gradients[0]
+            for worst, got in ((by_one, single), (in_batch, together.gradients[place])):
                 for name, error in deviations(got, alone).items():
                     worst[name] = max(worst.get(name, 0.0), error)
-        self._errors.update({n: max(e, self._errors.get(n, 0.0)) for n, e in worst.items()})
+                    self._errors[name] = max(self._errors.get(name, 0.0), error)
         allowed = self._tolerance(_ORACLE_TOLERANCES)
+        if max(by_one.values(), default=0) <= allowed < max(in_batch.values(), default=0):
+            return {"": _NEIGHBORS}
         return {
             name: "its per-sample gradient is not that of one backward pass per sample"
-            for name, error in worst.items()
+            for name, error in by_one.items()
             if error > allowed
         }
 
@@ -369,107 +374,3 @@ def _filled(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for p in zeros:
                 p.zero_()
-
-
-@contextmanager
-def own_tensors_detached(site: Site) -> Iterator[None]:
-    """During its own calls, the tensors of a site are cut off from the parameters themselves."""
-    owners = own_tensors(site)
-    originals = [owner._parameters[local] for owner, local in owners]
-
-    def detach() -> None:
-        for (owner, local), original in zip(owners, originals, strict=True):
-            assert original is not None
-            owner._parameters[local] = original.detach()  # type: ignore[assignment]
-
-    def restore() -> None:
-        for (owner, local), original in zip(owners, originals, strict=True):
-            owner._parameters[local] = original
-
-    if site.method == "forward":
-        before = site.module.register_forward_pre_hook(lambda *_: detach(), prepend=True)
-        after = site.module.register_forward_hook(lambda *_: restore(), always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-            restore()
-        return
-    original = getattr(site.module, site.method)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        detach()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            restore()
-
-    setattr(site.module, site.method, method)
-    try:
-        yield
-    finally:
-        delattr(site.module, site.method)
-
-
-class _OwnRows(torch.autograd.Function):
-    """Identity whose backward notes a gradient that is not zero outside some rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, anchor: Tensor, rows: slice, note: Callable[[], None]
-    ) -> Tensor:
-        ctx.rows, ctx.note = rows, note
-        return output.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows = ctx.rows
-        if bool(grad[: rows.start].any()) or bool(grad[rows.stop :].any()):
-            ctx.note()
-        return grad, None, None, None
-
-
-@contextmanager
-def _watched(
-    model: nn.Module,
-    sites: Sequence[Site],
-    layouts: Layouts,
-    place: int,
-    size: int,
-    note: Callable[[str], None],
-) -> Iterator[None]:
-    """Notes where a gradient reaches other samples' rows than those of the one at `place`."""
-    anchor = torch.zeros((), requires_grad=True)
-
-    def watch(output: Any, rows: int, label: str) -> Any:
-        def one(value: Any) -> Any:
-            if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim):
-                return value
-            if value.shape[0] != rows * size or not torch.is_grad_enabled():
-                return value
-            own = slice(place * rows, (place + 1) * rows)
-            there = anchor.to(value.device)
-            return _OwnRows.apply(value, there, own, lambda: note(label))  # type: ignore[no-untyped-call]
-
-        return pytree.tree_map(one, output)
-
-    with ExitStack() as stack:
-        taken = set()
-        for site in sites:
-            layout = layouts.get(site.key)
-            if site.rule is None or layout is None:
-                continue
-            taken.add(site.name if site.method == "forward" else "")
-
-            def on_output(_: Any, __: Any, out: Any, site: Site = site, lay: Layout = layout) -> Any:
-                return watch(with_batch(out, lay, size), rows_of(lay), site.key)
-
-            stack.enter_context(intercepted(site, on_output))
-        for name, module in model.named_modules():
-            if name not in taken and not any(True for _ in module.children()):
-                leaf = Site(name, module)
-                stack.enter_context(
-                    intercepted(leaf, lambda _, __, out, name=name: watch(out, 1, name))
-                )
-        yield

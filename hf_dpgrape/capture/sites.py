@@ -201,7 +201,9 @@ def widened(model: nn.Module, sites: Sequence[Site], names: Collection[str]) -> 
             return None
         around = ".".join(common)
         inside = {path.removeprefix(f"{around}."): name for path in paths}
-        there = next((s for s in found if s.key == around and isinstance(s.rule, GenericRule)), None)
+        there = next(
+            (s for s in found if s.key == around and isinstance(s.rule, GenericRule)), None
+        )
         if there is not None:
             found.remove(there)
             inside |= there.tensors
