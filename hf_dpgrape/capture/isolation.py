@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_dpgrape.capture.capture import intercepted, rows_of, with_batch
-from hf_dpgrape.capture.layout import Layouts
+from hf_dpgrape.capture.layout import Layout, Layouts
 from hf_dpgrape.capture.sites import Site, own_tensors
 
 
