@@ -105,8 +105,9 @@ class PrivateStep:
         more or less moves the sum before noise by at most `plan.l2_clip_norm`, whatever its
         contents (where its gradient is not finite it contributes nothing), and noise of standard
         deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
-        is public. The call is counted in the ledger before anything is drawn or computed, so that
-        one that is interrupted counts, too. How the batch is split into physical ones changes nothing but rounding.
+        is public. The call is counted in the ledger before anything is computed or drawn, so that
+        one that is interrupted counts, too. How the batch is split into physical ones changes
+        nothing but rounding.
 
         A released loss is one more coordinate of the same vector. An example's part in it is at
         most `l2_clip_norm * s` for its share s, whatever the loss (NaN counts as the bound). Its
@@ -179,7 +180,7 @@ class PrivateStep:
         scale, released = plan.private_loss_scale, [*sums.values()]
         if scale:
             released.append((scale * loss_sum).to(released[0]))
-        self._add_noise_once_(released, plan)
+        self._add_noise_once_(released)
         for total in released:
             total.div_(plan.expected_batch_size)
         self._subspace.set_gradients(sums)
@@ -196,7 +197,7 @@ class PrivateStep:
                 groups[HEAD].append(name)
         return {group: names for group, names in groups.items() if names}
 
-    def _add_noise_once_(self, sums: Sequence[Tensor], plan: PrivacyPlan) -> None:
+    def _add_noise_once_(self, sums: Sequence[Tensor]) -> None:
         """Adds the noise of this step and the sums of the other processes.
 
         The first process adds the noise to its own share; the sum over processes then carries it
@@ -210,7 +211,7 @@ class PrivateStep:
                     generators[total.device] = self._source.generator(total.device)
                 add_gaussian_noise_(
                     [total],
-                    noise_stddev=plan.noise_stddev,
+                    noise_stddev=self.ledger.plan.noise_stddev,
                     generator=generators[total.device],
                 )
         if parallel:

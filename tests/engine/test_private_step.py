@@ -114,7 +114,9 @@ def test_one_sample_moves_the_sum_by_at_most_the_clip_norm(bench: Bench, data: A
     rest = samples[:leave_out] + samples[leave_out + 1 :]
     moved = distance(bench.gradient(samples), bench.gradient(rest))
     assert moved <= bench.step.ledger.plan.l2_clip_norm * (1 + 1e-9)
-    assert moved > 0.2 * bench.step.ledger.plan.l2_clip_norm  # the bound is not kept by losing signal
+    assert (
+        moved > 0.2 * bench.step.ledger.plan.l2_clip_norm
+    )  # the bound is not kept by losing signal
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
