@@ -89,6 +89,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         self._private_step: PrivateStep | None = None
         self._width_transfer: WidthTransfer | None = None
         self._private_losses: list[float] = []  # those since the last log
+        if not self.args.log_non_private_metrics:  # memory tells how many examples were drawn
+            self._memory_tracker.skip_memory_metrics = True
         self._given_optimizer = self._name_of_given_optimizer()
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
