@@ -40,7 +40,25 @@ class ResumingMixin(TrainerPart):
     _inner_optimizer: torch.optim.Optimizer
     _ledger: RunLedger | None
     _given_optimizer: str | None
+    _private_step: Any
+    _told_ledger: Any
     _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
+
+    def _refuse_repetition(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Refuses to train a trained model as if it were new, and to reuse an optimizer."""
+        done = 0 if self._ledger is None else self._ledger.num_releases
+        if done and self.model_init is None and not resume_from_checkpoint:
+            raise ValueError(
+                f"This trainer has already spent epsilon={self._told_ledger().epsilon():.4g} in "
+                f"{done} steps; a second `train()` would spend more. Resume from a checkpoint with "
+                "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
+            )
+        was_passed = self._given_optimizer is not None and self.optimizer_cls_and_kwargs is None
+        if self._private_step is not None and was_passed:
+            raise ValueError(
+                "The optimizer that was passed belongs to the run before; resume with a new "
+                "trainer and a new optimizer."
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads the weights of a checkpoint that was made in the same way.

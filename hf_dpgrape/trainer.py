@@ -281,19 +281,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         Raises:
             ValueError: this trainer has trained already, or a resumed run changes the plan.
         """
-        done = 0 if self._ledger is None else self._ledger.num_releases
-        if done and self.model_init is None and not resume_from_checkpoint:
-            raise ValueError(
-                f"This trainer has already spent epsilon={self._told_ledger().epsilon():.4g} in "
-                f"{done} steps; a second `train()` would spend more. Resume from a checkpoint with "
-                "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
-            )
-        was_passed = self._given_optimizer is not None and self.optimizer_cls_and_kwargs is None
-        if self._private_step is not None and was_passed:
-            raise ValueError(
-                "The optimizer that was passed belongs to the run before; resume with a new "
-                "trainer and a new optimizer."
-            )
+        self._refuse_repetition(resume_from_checkpoint)
         if self._private_step is not None:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None
         self._refuse_choices_by_training_set()
