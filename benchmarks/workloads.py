@@ -16,6 +16,7 @@ from hf_dpgrape.capture.observation import observe_layouts
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
 from hf_dpgrape.losses import PerSampleLoss
+from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
@@ -127,27 +128,25 @@ def private_training_step(
     loss = PerSampleLoss(model)
     three = make_inputs(model, 3, 8)
     layouts = observe_layouts(model, sites, lambda i: loss(model, select(three, i)))
+    plan = PrivacyPlan(
+        num_examples=1000,
+        expected_batch_size=size,
+        num_steps=10**6,
+        noise_multiplier=1.0,
+        l2_clip_norm=1.0,
+        target_delta=1e-5,
+    )
     step = PrivateStep(
-        plan=PrivacyPlan(
-            num_examples=1000,
-            expected_batch_size=size,
-            num_steps=10**6,
-            noise_multiplier=1.0,
-            l2_clip_norm=1.0,
-            target_delta=1e-5,
-        ),
+        ledger=RunLedger(plan),
         recorder=Recorder(model, sites, projections, layouts),
         subspace=subspace,
         clip_groups=dict.fromkeys(projections, BODY),
         source=SecretSource(),
     )
-    done = 0
 
     def run() -> None:
-        nonlocal done
-        step([PhysicalBatch(size, inputs)], lambda x: loss(model, x), step=done)
+        step([PhysicalBatch(size, inputs)], lambda x: loss(model, x))
         optimizer.step()
-        done += 1
 
     return run
 

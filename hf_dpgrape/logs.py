@@ -14,7 +14,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.losses import PerSampleLoss, head_of
-from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.trainer_part import TrainerPart
 
 logger = logging.getLogger(__name__)
@@ -24,22 +24,26 @@ _RAW = "non_private_"
 #: Log entries of the Trainer that are functions of private data without noise.
 _RAW_LOGS = ("loss", "train_loss")
 
+#: Time and memory grow with the number of examples drawn, which is secret.
+_RAW_TRAIN_METRICS = ("_runtime", "_per_second")
+_RAW_MEMORY = "_mem_"
+
 
 class LoggingMixin(TrainerPart):
     """The part of a private Trainer that decides what is logged.
 
     Guarantees:
-        Neither the logs nor a callback see a training loss without noise, or a metric of an
-        evaluation on the training set, unless `log_non_private_metrics` is set; such an
-        evaluation returns its metrics to the caller alone.
+        Neither the logs nor a callback see a training loss without noise, how long training took
+        or how much memory, or a metric of an evaluation on the training set, unless
+        `log_non_private_metrics` is set; such an evaluation returns its metrics to the caller
+        alone.
     """
 
     args: DPGrapeTrainingArguments
     model: Any
-    plan: PrivacyPlan | None
+    _ledger: RunLedger | None
     _private_losses: list[float]
-    _steps_counted: Any
-    _end_run: Any
+    _told_ledger: Any
     _training_sets: tuple[Any, ...] = ()
     _present_evaluation: ExitStack | None = None
     _is_on_training_set = False
@@ -51,19 +55,18 @@ class LoggingMixin(TrainerPart):
         if self._is_on_training_set:  # goes nowhere, see there
             super().log(logs, start_time)
             return
-        if "total_flos" in logs:  # the last of a run
-            self._end_run()
         is_training_log = any(name in logs for name in _RAW_LOGS)
-        for name in _RAW_LOGS:
-            value = logs.pop(name, None)
-            if value is not None and self.args.log_non_private_metrics:
+        for name in [name for name in logs if _is_raw(name)]:
+            value = logs.pop(name)
+            if self.args.log_non_private_metrics:
                 logs[_RAW + name] = value
                 self._raw_metrics_were_logged = True
-        if is_training_log and self.plan is not None:
-            logs["epsilon"] = self.plan.epsilon(self._steps_counted())
-            logs["target_delta"] = self.plan.target_delta
+        if is_training_log and self._ledger is not None:
+            ledger: RunLedger = self._told_ledger()
+            logs["epsilon"] = ledger.epsilon()
+            logs["target_delta"] = ledger.plan.target_delta
             if self._private_losses:
-                logs.update(self.plan.mean_private_loss(self._private_losses))
+                logs.update(ledger.plan.mean_private_loss(self._private_losses))
                 self._private_losses.clear()
         super().log(logs, start_time)
 
@@ -202,6 +205,12 @@ class LoggingMixin(TrainerPart):
                 f"{what} would choose by metrics on the training set, which epsilon does not "
                 "cover; evaluate on other data."
             )
+
+
+def _is_raw(name: str) -> bool:
+    """Whether a log entry is a function of the training data without noise."""
+    of_training = name.startswith("train_") and name.endswith(_RAW_TRAIN_METRICS)
+    return name in _RAW_LOGS or of_training or _RAW_MEMORY in name
 
 
 def _is_same(dataset: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ def set_rates(
         Whether anything was changed, so that a schedule made before does not fit.
 
     Raises:
-        ValueError: the optimizer holds parameters that are not the model's, or DP-muP has another
-            rule for it than for `optim`.
+        ValueError: the optimizer holds parameters that are not the model's, or not all that are
+            to be trained, or DP-muP has another rule for it than for `optim`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     is_muon = isinstance(optimizer, MuonWithAdamW)
@@ -99,7 +99,7 @@ def set_rates(
         found = {} if rate == base else {"lr": rate, "initial_lr": rate}
         return {**found, "use_muon": True} if name in hidden else found
 
-    _check_optimizer(optimizer, names, width_transfer)
+    _check_optimizer(optimizer, names, projections, width_transfer)
     pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     was_set = any(settings(p, group) for p, group in pairs)
     regroup(optimizer, settings)
@@ -109,13 +109,21 @@ def set_rates(
 def _check_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
+    trained: Collection[str],
     width_transfer: WidthTransfer | None,
 ) -> None:
-    """Refuses an optimizer of another model, or one that DP-muP has another rule for."""
-    if not all(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+    """Refuses an optimizer of another model or a part, or one that DP-muP has another rule for."""
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if not all(parameter in names for parameter in held):
         raise ValueError(
             "The optimizer in `optimizers` holds parameters that are not the model's; build it on "
             "`model.parameters()` of the model that the trainer gets."
+        )
+    if missing := sorted(set(trained) - {names[parameter] for parameter in held}):
+        raise ValueError(
+            f"The optimizer lacks {len(missing)} of {len(trained)} trainable tensors, as "
+            f"`{missing[-1]}`, which would never move: give it all of them, or freeze these with "
+            "`requires_grad_(False)`."
         )
     used = type(optimizer).__name__
     if width_transfer is not None and optimizer_kind(used) != width_transfer.optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ RECORD_NAME = "privacy.json"
 #: Where noise and sampling came from.
 SECRET, FIXED = "generators seeded by the operating system", "FIXED TEST SEED: NOT PRIVATE"
 
+#: What the numbers of a run are called in the record of several.
+RUN_KEYS = ("noise_multiplier", "sampling_prob", "num_steps")
+
 _PACKAGES = ("hf-dpgrape", "dp-accounting", "torch", "transformers")
 
 
@@ -30,6 +33,8 @@ def privacy_record(
     projection: Mapping[str, Any],
     *,
     steps_counted: int | None = None,
+    counted_because: Sequence[str] = (),
+    optimizer: Mapping[str, Any] | None = None,
     tuning: Mapping[str, Any] | None = None,
     raw_metrics_were_logged: bool = False,
     dpmup: Mapping[str, Any] | None = None,
@@ -40,10 +45,12 @@ def privacy_record(
 
     Args:
         plan: the run's plan.
-        steps_done: steps behind the present weights.
+        steps_done: releases behind the present weights, an interrupted one included.
         projection: what `projection_record` returned, and where randomness came from.
         steps_counted: steps that epsilon counts, if more than those done: where results decide
             on the last step or on the one that is kept, all planned steps count.
+        counted_because: why all planned steps count.
+        optimizer: what the optimizer's state depends on beside the projection.
         tuning: other runs, and choices by validation data.
         raw_metrics_were_logged: whether anything was logged under `log_non_private_metrics`.
         dpmup: what was transferred from a narrow model, if anything.
@@ -54,6 +61,7 @@ def privacy_record(
         "target_delta": plan.target_delta,
         "steps_done": steps_done,
         "steps_counted": counted,
+        "all_steps_count_because": list(counted_because),
         "epsilon_by_accountant": {
             "pld": finite(plan.epsilon(counted, "pld")),
             "rdp": finite(plan.epsilon(counted, "rdp")),
@@ -63,6 +71,7 @@ def privacy_record(
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
         "projection": dict(projection),
+        "optimizer": dict(optimizer or {}),
         "tuning": dict(tuning or {}),
         "raw_metrics_were_logged": raw_metrics_were_logged,
         **({"dpmup": dict(dpmup)} if dpmup else {}),
@@ -108,7 +117,12 @@ def counts_in_full(record: Mapping[str, Any]) -> bool:
     """Whether results may have decided on the last step, or on the one that was kept."""
     chosen = record.get("tuning", {}).get("chosen_by_validation_data", [])
     may_stop = record.get("steps_counted", 0) > record["steps_done"]
-    return may_stop or "the best checkpoint" in chosen or "when to stop" in chosen
+    return (
+        bool(record.get("all_steps_count_because"))
+        or may_stop
+        or "the best checkpoint" in chosen
+        or "when to stop" in chosen
+    )
 
 
 def projection_record(projections: Collection[Projection]) -> dict[str, Any]:
@@ -146,16 +160,3 @@ def read_record(folder: str | Path) -> dict[str, Any]:
         )
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
-
-
-def refuse_changed_plan(recorded: Mapping[str, Any], plan: PrivacyPlan) -> None:
-    """Refuses to resume under another plan than the recorded one.
-
-    Raises:
-        ValueError: naming every number that changed.
-    """
-    if changed := plan.differences(PrivacyPlan.from_dict(recorded["plan"])):
-        raise ValueError(
-            "A resumed run must keep its privacy plan, but " + "; ".join(changed) + ". Restore "
-            "these arguments, or start a new run (whose epsilon adds to what was spent)."
-        )

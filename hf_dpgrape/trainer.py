@@ -19,11 +19,17 @@ from hf_dpgrape.capture.rehearsal import Rehearser
 from hf_dpgrape.data import LogicalBatches
 from hf_dpgrape.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
-from hf_dpgrape.engine.tensors import make_projections, matching, newly_initialized
+from hf_dpgrape.engine.tensors import (
+    make_projections,
+    matching,
+    newly_initialized,
+    refuse_other_tensors,
+)
 from hf_dpgrape.hub import PublishingMixin
 from hf_dpgrape.logs import LoggingMixin
 from hf_dpgrape.losses import PerSampleLoss, head_of
 from hf_dpgrape.preflight import LayoutsByShape, checked_sites, rehearsed
+from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 from hf_dpgrape.privacy.sampling import PoissonSampler
@@ -42,7 +48,7 @@ from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 from hf_dpgrape.synthetic import SyntheticExamples
 from hf_dpgrape.trainer_part import TrainerPart
-from hf_dpgrape.tuning import TuningMixin
+from hf_dpgrape.tuning import TellsEndsOfEpochs, TuningMixin
 
 
 class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, TrainerPart):
@@ -56,8 +62,9 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         After `train()` the weights, the checkpoints and the logs are
         (`plan.epsilon(steps_counted)`, `target_delta`)-DP in the training set, add-or-remove-one,
         unless `log_non_private_metrics` is set (then the logs are not). The steps counted are
-        those done, or all planned ones if results may decide where the run ends or which
-        checkpoint is kept; `privacy_record()` tells.
+        those that the mechanism itself has counted, whoever called it, or all planned ones if
+        results may decide where the run ends or which checkpoint is kept; `privacy_record()`
+        tells.
 
     Attributes:
         plan: the `PrivacyPlan`; None without a training set.
@@ -67,6 +74,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     model: Any  # None only inside the Trainer's constructor
     optimizer: Any
     plan: PrivacyPlan | None = None
+    _ledger: RunLedger | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -88,14 +96,14 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         )
         self._private_step: PrivateStep | None = None
         self._width_transfer: WidthTransfer | None = None
-        self._has_trained = False
         self._private_losses: list[float] = []  # those since the last log
-        self._was_given_optimizer = self.optimizer is not None
+        if not self.args.log_non_private_metrics:  # memory tells how many examples were drawn
+            self._memory_tracker.skip_memory_metrics = True
+        self._given_optimizer = self._name_of_given_optimizer()
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
-        show_epsilon(
-            self, lambda step: self.plan.epsilon(self._steps_counted(step)) if self.plan else 0.0
-        )
+        show_epsilon(self, lambda step: self._told_ledger().epsilon(step))
+        self.add_callback(TellsEndsOfEpochs(lambda: self._ledger))
         if self.train_dataset is not None:
             self._make_plan()
 
@@ -112,6 +120,11 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 "known probability. Load it as a map-style dataset."
             )
         refuse_compiled(self.model)
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError(
+                "Expected a model with trainable tensors, got one that is frozen as a whole; set "
+                "`requires_grad_(True)` on those to train."
+            )
         checked_sites(self.model)
         PerSampleLoss(head_of(self.model), self.compute_loss_func)
         if self.args.dpmup_base_model is not None:
@@ -125,6 +138,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             layers=sorted(set(self._clip_groups().values()) - own),
             clip_shares=None if width is None else width.rules.clip_shares,
         )
+        self._ledger = self._ledger or RunLedger(self.plan)
         return self.plan
 
     def dpmup_proxy(self, base_model: str) -> nn.Module:
@@ -177,6 +191,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
         """Logical batches, drawn by Poisson sampling from secret randomness."""
         plan = self._make_plan()
+        assert self._ledger is not None
+        self._ledger.set_plan(plan)
         return DataLoader(
             self._logical_batches(),
             batch_size=None,
@@ -205,10 +221,11 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, made to step in the subspace; and the private step."""
-        assert self.plan is not None
-        if self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = own_optimizer(self.args, self.plan)
+        assert self._ledger is not None
+        plan, given = self._ledger.plan, self.optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs = given or own_optimizer(self.args, plan)
         super().create_optimizer(model)
+        self.optimizer_cls_and_kwargs = given  # the next run's noise and rates may differ
         head = self._head()
         weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         projections = make_projections(
@@ -222,7 +239,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         self._subspace = Subspace(
             weights,
             projections,
-            update_proj_gap=self.args.refresh_gap(self.plan.num_steps),
+            update_proj_gap=self.args.refresh_gap(plan.num_steps),
             moments=self.args.refresh_moments,  # type: ignore[arg-type]
             seed=self.args.seed,
         )
@@ -230,9 +247,10 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             self.args, self.optimizer, self.model, projections, head, self._width_transfer
         )
         self._subspace.adopt(self.optimizer)
+        self._subspace.start_at_(self._ledger.num_releases)
         self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
         self._private_step = PrivateStep(
-            plan=self.plan,
+            ledger=self._ledger,
             recorder=self._recorder(projections),
             subspace=self._subspace,
             clip_groups=self._clip_groups(),
@@ -240,6 +258,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             source=self._source,
         )
         self._inner_optimizer = self.optimizer
+        self._projection_facts = self._projection_arguments(plan)
+        self._optimizer_facts = {**self._optimizer_record(), "groups": self._groups()}
         if distributed.is_available() and distributed.is_initialized():
             for parameter in self.model.parameters():
                 distributed.broadcast(parameter.data, src=0)
@@ -287,18 +307,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         Raises:
             ValueError: this trainer has trained already, or a resumed run changes the plan.
         """
-        if self._steps_begun and self.model_init is None and not resume_from_checkpoint:
-            spent = self._trained_plan().epsilon(self._steps_counted())
-            raise ValueError(
-                f"This trainer has already spent epsilon={spent:.4g} in {self._steps_begun} "
-                "steps; a second `train()` would spend more. Resume from a checkpoint with "
-                "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
-            )
-        if self._private_step is not None and self._was_given_optimizer:
-            raise ValueError(
-                "The optimizer that was passed belongs to the run before; resume with a new "
-                "trainer and a new optimizer."
-            )
+        self._refuse_repetition(resume_from_checkpoint)
         if self._private_step is not None:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None
         self._refuse_choices_by_training_set()
@@ -307,7 +316,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         try:
             output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # whoever interrupts a run may have seen its results
-            self._end_run()
+            if self._ledger is not None:
+                self._ledger.end("it ended before its planned steps")
         if not self.args.log_non_private_metrics:
             output = output._replace(training_loss=float("nan"))
         return output
@@ -326,18 +336,16 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     ) -> Tensor:
         """One private step on a logical batch; the loss it returns is 0 unless asked for."""
         assert self._private_step is not None
+        ledger, tensors = self._private_step.ledger, self._subspace.tensors
         model.train()
-        self._has_trained = True
-        step = self.state.global_step
-        self._steps_begun = step + 1
-        if step == self._initial_global_step:
-            self._subspace.start_at_(step)
-        self._subspace.refresh_(step, self._inner_optimizer)
-        loss = self._private_step(inputs, self._per_sample_loss_of, step=step)
+        refuse_other_tensors(self.model, {name: t.weight for name, t in tensors.items()})
+        self._subspace.refresh_(ledger.num_releases, self._inner_optimizer)
+        with secret_global_randomness(self._source):  # anew: a callback may have set a seed
+            loss = self._private_step(inputs, self._per_sample_loss_of)
         if loss.private_mean is not None:
             self._private_losses.append(float(loss.private_mean))
         raw_sum = loss.raw_sum if self.args.log_non_private_metrics else torch.zeros(())
-        return (raw_sum / self._private_step.plan.expected_batch_size).to(self.args.device)
+        return (raw_sum / ledger.plan.expected_batch_size).to(self.args.device)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Norm of the private gradient, which is noised already."""
@@ -363,25 +371,24 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
 
     def privacy_record(self) -> dict[str, Any]:
         """What `privacy.json` says about the model as it is now."""
-        plan = self._trained_plan()
+        ledger = self._told_ledger()
         present = privacy_record(
-            plan,
-            self.state.global_step,
+            ledger.plan,
+            ledger.num_releases,
             {
-                "rank": self.args.rank,
-                "scale": self.args.projection_scale,
-                "update_proj_gap": self.args.refresh_gap(plan.num_steps),
+                **self._projection_facts,
                 **projection_record(self._subspace.projections.values()),
-                "seed": self.args.seed,
                 "randomness": SECRET if self._source.is_secret else FIXED,
             },
-            steps_counted=self._steps_counted(),
+            steps_counted=ledger.steps_counted(),
+            counted_because=ledger.reasons,
+            optimizer=self._optimizer_facts,
             tuning=self.tuning_record(),
             raw_metrics_were_logged=self._raw_metrics_were_logged
             or self.args.log_non_private_metrics,
             dpmup=None
             if self._width_transfer is None
-            else self._width_transfer.record(plan.noise_multiplier),
+            else self._width_transfer.record(ledger.plan.noise_multiplier),
         )
         return with_earlier_part(present, self._recorded)
 

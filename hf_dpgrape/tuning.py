@@ -8,25 +8,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer_utils import HPSearchBackend, SaveStrategy
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.privacy.accounting import composed_epsilon
-from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.record import finite
+from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.record import RUN_KEYS, finite
 from hf_dpgrape.trainer_part import TrainerPart
 
 logger = logging.getLogger(__name__)
 
-#: A run as the accountant sees it, and what its numbers are called in the record.
-Run = tuple[float, float, int]
-_RUN = ("noise_multiplier", "sampling_prob", "num_steps")
+_STOPPED = "a callback ended it"
+
+
+class TellsEndsOfEpochs(TrainerCallback):
+    """Tells the ledger that a callback ended an epoch, which the Trainer forgets at the next."""
+
+    def __init__(self, ledger: Callable[[], RunLedger | None]) -> None:
+        self._ledger = ledger
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks at the flags."""
+        if (control.should_epoch_stop or control.should_training_stop) and (led := self._ledger()):
+            led.end(_STOPPED)
 
 
 class TuningMixin(TrainerPart):
-    """The part of a private Trainer that knows of its earlier runs and of validation data.
+    """The part of a private Trainer that tells the ledger where results may decide.
 
     Guarantees:
         Epsilon at a number of steps holds if that number was fixed beforehand. Where results may
@@ -36,21 +45,13 @@ class TuningMixin(TrainerPart):
     """
 
     args: DPGrapeTrainingArguments
-    plan: PrivacyPlan | None
-    _private_step: Any
-    _has_trained: bool
-    _steps_begun: int
+    _ledger: RunLedger | None
     _recorded: Mapping[str, Any]
     _rates_were_set = False
-    _earlier_runs: tuple[Run, ...] = ()
-    _was_stopped_early = False
 
     def _begin_run(self) -> None:
-        """Remembers the run before, and warns of what epsilon does not cover."""
-        if self.model_init is not None:
-            if self._has_trained:
-                self._earlier_runs = (*self._runs_before(), _run_of(self._private_step.plan))
-            self._was_stopped_early = False
+        """Forgets the flags of the run before, and warns of what epsilon does not cover."""
+        self.control.should_training_stop = self.control.should_epoch_stop = False
         choices = self._choices_by_validation()
         if choices and self.args.validation_data_is_private is not False:
             logger.warning(
@@ -59,35 +60,20 @@ class TuningMixin(TrainerPart):
                 " and ".join(choices),
             )
 
-    def _end_run(self) -> None:
-        """Notes whether something ended the run before its planned steps, be it an error."""
-        if self._steps_begun and self.state.global_step < self._trained_plan().num_steps:
-            self._was_stopped_early = True
-
-    def _trained_plan(self) -> PrivacyPlan:
-        """The plan behind the present weights; a refused run may have made another since."""
-        plan = self.plan if self._private_step is None else self._private_step.plan
-        assert plan is not None
-        return plan
-
-    def _steps_counted(self, done: int | None = None) -> int:
-        """Steps that epsilon has to count: those done, unless results decide on their number."""
-        planned = self._trained_plan().num_steps
-        done = self.state.global_step if done is None else done
-        return planned if self._results_decide() else done
-
-    def _results_decide(self) -> bool:
-        """Whether results may have to do with which step is the last, or is kept."""
-        control = self.control
-        return (
-            self._was_stopped_early
-            or control.should_training_stop  # after the last planned step, all count anyway
-            or control.should_epoch_stop
-            or bool(self._early_stopping())
-            or self._keeps_the_best()
-            or self.hp_search_backend is not None  # trials may be pruned
-            or self._recorded.get("steps_counted", 0) > self._recorded.get("steps_done", 0)
-        )
+    def _told_ledger(self) -> RunLedger:
+        """The ledger, told what the Trainer knows at this moment."""
+        assert self._ledger is not None
+        facts = {
+            "early stopping": bool(self._early_stopping()),
+            "the best checkpoint is kept": self._keeps_the_best(),
+            "a search may prune it": self.hp_search_backend is not None,
+        }
+        for reason, is_so in facts.items():
+            if is_so:
+                self._ledger.results_may_decide(reason)
+        if self.control.should_training_stop or self.control.should_epoch_stop:
+            self._ledger.end(_STOPPED)
+        return self._ledger
 
     def _keeps_the_best(self) -> bool:
         """Whether results decide which checkpoints there are, or which one is loaded."""
@@ -110,7 +96,7 @@ class TuningMixin(TrainerPart):
             "the best checkpoint": self._keeps_the_best(),
             "when to stop": bool(self._early_stopping()),
             "the learning rate": args.lr_scheduler_type == "reduce_lr_on_plateau",
-            "the hyperparameters": self.hp_search_backend is not None or bool(self._runs_before()),
+            "the hyperparameters": self.hp_search_backend is not None or self._num_runs() > 1,
         }
         return [name for name, is_made in choices.items() if is_made]
 
@@ -120,26 +106,23 @@ class TuningMixin(TrainerPart):
             "num_tuning_trials": self.args.num_tuning_trials,
             "validation_data_is_private": self.args.validation_data_is_private,
             "chosen_by_validation_data": self._choices_by_validation(),
-            "all_runs": self._all_runs() if self._runs_before() else None,
+            "all_runs": self._all_runs() if self._num_runs() > 1 else None,
         }
 
-    def _runs_before(self) -> tuple[Run, ...]:
-        """Whole earlier runs: those that the checkpoint tells of, and those of this trainer."""
-        recorded = (self._recorded.get("tuning", {}).get("all_runs") or {}).get("runs", [])
-        return (*(tuple(run[name] for name in _RUN) for run in recorded[:-1]), *self._earlier_runs)
+    def _num_runs(self) -> int:
+        return 0 if self._ledger is None else len(self._ledger.runs)
 
     def _all_runs(self) -> dict[str, Any]:
         """The runs of this trainer, each with its whole plan, and what they spend together."""
-        plan = self._trained_plan()
-        runs, delta = (*self._runs_before(), _run_of(plan)), plan.target_delta
+        assert self._ledger is not None
         return {
-            "num_runs": len(runs),
-            "target_delta": delta,
+            "num_runs": self._num_runs(),
+            "target_delta": self._ledger.plan.target_delta,
             "epsilon_by_accountant": {
-                "pld": finite(composed_epsilon(runs, delta=delta, accountant="pld")),
-                "rdp": finite(composed_epsilon(runs, delta=delta, accountant="rdp")),
+                "pld": finite(self._ledger.total_epsilon("pld")),
+                "rdp": finite(self._ledger.total_epsilon("rdp")),
             },
-            "runs": [dict(zip(_RUN, run, strict=True)) for run in runs],
+            "runs": [dict(zip(RUN_KEYS, run, strict=True)) for run in self._ledger.runs],
         }
 
     def hyperparameter_search(
@@ -171,7 +154,7 @@ class TuningMixin(TrainerPart):
         best = super().hyperparameter_search(
             hp_space, compute_objective, n_trials, direction, chosen, hp_name, **kwargs
         )
-        if self._runs_before():
+        if self._num_runs() > 1:
             spent = self._all_runs()
             by = spent["epsilon_by_accountant"]
             logger.warning(
@@ -210,7 +193,3 @@ class TuningMixin(TrainerPart):
         """A fresh model in the precision that the arguments ask for."""
         model = super().call_model_init(trial)
         return model.to(torch.bfloat16) if self.args.bf16_weights else model
-
-
-def _run_of(plan: PrivacyPlan) -> Run:
-    return plan.noise_multiplier, plan.sampling_prob, plan.num_steps

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.gradients import PerSampleGradients
 from hf_dpgrape.privacy.clipping import clip_factors
+from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
 from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
@@ -104,7 +105,9 @@ class PrivateStep:
         more or less moves the sum before noise by at most `plan.l2_clip_norm`, whatever its
         contents (where its gradient is not finite it contributes nothing), and noise of standard
         deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
-        is public. How the batch is split into physical ones changes nothing but rounding.
+        is public. The call is counted in the ledger before anything is computed or drawn, so that
+        one that is interrupted counts, too. How the batch is split into physical ones changes
+        nothing but rounding.
 
         A released loss is one more coordinate of the same vector. An example's part in it is at
         most `l2_clip_norm * s` for its share s, whatever the loss (NaN counts as the bound). Its
@@ -112,7 +115,7 @@ class PrivateStep:
         both together have norm at most `l2_clip_norm`, and noise of one release covers them.
 
     Args:
-        plan: the privacy plan.
+        ledger: counts the releases, and has the plan.
         recorder: takes the per-sample projected gradients.
         subspace: the trainable tensors and their stand-ins.
         clip_groups: clip group of each tensor, by canonical name; one of the plan's.
@@ -124,14 +127,14 @@ class PrivateStep:
     def __init__(
         self,
         *,
-        plan: PrivacyPlan,
+        ledger: RunLedger,
         recorder: Recorder,
         subspace: Subspace,
         clip_groups: Mapping[str, str],
         head: frozenset[str] = frozenset(),
         source: SecretSource,
     ) -> None:
-        self.plan = plan
+        self.ledger = ledger
         self._recorder = recorder
         self._subspace = subspace
         self._clip_groups = clip_groups
@@ -142,23 +145,19 @@ class PrivateStep:
         self,
         logical_batch: Iterable[PhysicalBatch],
         per_sample_losses: Callable[[Any], Tensor],
-        *,
-        step: int,
     ) -> StepLoss:
-        """Sets the stand-ins' `.grad` to the private gradient of step `step` (from 0).
+        """Sets the stand-ins' `.grad` to the private gradient of the next step.
 
         Args:
             logical_batch: this process's share of the examples drawn.
             per_sample_losses: maps a physical batch's inputs to one loss per sample, (B,); loss i
                 must depend on sample i alone.
-            step: number of steps done before.
 
         Raises:
             RuntimeError: the planned steps are used up.
             ValueError: the losses are not one per sample.
         """
-        plan = self.plan
-        refuse_further_steps(plan, step)
+        step, plan = self.ledger.count_release(), self.ledger.plan
         self._subspace.set_gradients({})  # the last step's are not needed beside this one's
         groups = self._groups_at(step)
         names = frozenset(name for group in groups.values() for name in group)
@@ -191,9 +190,10 @@ class PrivateStep:
 
     def _groups_at(self, step: int) -> dict[str, list[str]]:
         """The tensors of each clip group that is trained at a step."""
-        groups: dict[str, list[str]] = {group: [] for group in self.plan.shares_at(step)}
+        plan = self.ledger.plan
+        groups: dict[str, list[str]] = {group: [] for group in plan.shares_at(step)}
         for name in self._subspace:
-            if step >= self.plan.head_only_steps:
+            if step >= plan.head_only_steps:
                 groups[self._clip_groups[name]].append(name)
             elif name in self._head:
                 groups[HEAD].append(name)
@@ -213,21 +213,12 @@ class PrivateStep:
                     generators[total.device] = self._source.generator(total.device)
                 add_gaussian_noise_(
                     [total],
-                    noise_stddev=self.plan.noise_stddev,
+                    noise_stddev=self.ledger.plan.noise_stddev,
                     generator=generators[total.device],
                 )
         if parallel:
             for total in sums:
                 distributed.all_reduce(total)
-
-
-def refuse_further_steps(plan: PrivacyPlan, step: int) -> None:
-    """Refuses a step after the planned ones."""
-    if step >= plan.num_steps:
-        raise RuntimeError(
-            f"The plan's {plan.num_steps} steps are done; another step would spend more than "
-            f"epsilon={plan.epsilon():.4g}. Plan a longer run from the start."
-        )
 
 
 def clamped(losses: Tensor, bound: float) -> Tensor:

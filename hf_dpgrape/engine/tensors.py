@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +13,9 @@ from hf_dpgrape.subspace.projection import Projection, Scale
 
 #: Set by transformers on the tensors that a checkpoint did have.
 _LOADED_FLAG = "_is_hf_initialized"
+
+#: Differing names that an error text shows.
+_NUM_SHOWN = 3
 
 TargetModules = str | list[str] | None
 
@@ -32,6 +35,27 @@ def newly_initialized(model: nn.Module) -> frozenset[str]:
 def loaded_tensors(model: nn.Module) -> frozenset[str]:
     """Tensors that came from a checkpoint; empty for a model made from a configuration."""
     return frozenset(n for n, p in model.named_parameters() if getattr(p, _LOADED_FLAG, False))
+
+
+def refuse_other_tensors(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuses a model whose trainable tensors are no longer those that a run began with.
+
+    Args:
+        model: the model as it is now.
+        weights: the tensors that the run trains, by canonical name.
+
+    Raises:
+        RuntimeError: a tensor was frozen, thawed, or exchanged for another.
+    """
+    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = sorted({*now, *weights})
+    if changed := [f"`{n}`" for n in names if now.get(n) is not weights.get(n)]:
+        more = f" and {len(changed) - _NUM_SHOWN} more" if len(changed) > _NUM_SHOWN else ""
+        raise RuntimeError(
+            "Expected the trainable tensors that the run began with, but some were frozen, thawed "
+            f"or exchanged since ({', '.join(changed[:_NUM_SHOWN])}{more}): set `requires_grad` "
+            "before `train()`, and leave it."
+        )
 
 
 def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:

@@ -22,6 +22,7 @@ from hf_dpgrape.inspection import new_head
 from hf_dpgrape.losses import PerSampleLoss
 from hf_dpgrape.memory.setting import Setting, make_batch, make_optimizer
 from hf_dpgrape.memory.tracking import Parts, num_bytes
+from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
@@ -141,14 +142,14 @@ class PrivateMethod:
         plan = PrivacyPlan(
             num_examples=100 * self._setting.batch_size,
             expected_batch_size=self._setting.batch_size,
-            num_steps=1,
+            num_steps=10**6,
             noise_multiplier=1.0,
             l2_clip_norm=1.0,
             target_delta=1e-5,
             clip_shares=dict.fromkeys(groups.values(), share),
         )
         return PrivateStep(
-            plan=plan,
+            ledger=RunLedger(plan),
             recorder=self._recorder,
             subspace=self._subspace,
             clip_groups=groups,
@@ -185,7 +186,7 @@ class PrivateMethod:
             return found
 
         self._is_stepping = True
-        self._step([PhysicalBatch(self._setting.batch_size, self._batch)], losses, step=0)
+        self._step([PhysicalBatch(self._setting.batch_size, self._batch)], losses)
         self._recorder.gradients = None
         self._is_stepping = False
 

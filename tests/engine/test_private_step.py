@@ -19,6 +19,7 @@ from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.gradients import Dense, PerSampleGradients
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.losses import PerSampleLoss
+from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
@@ -61,7 +62,7 @@ class Bench:
         self.loss = PerSampleLoss(self.model)
         self.head = frozenset(list(weights)[-2:])
         self.step = PrivateStep(
-            plan=make_plan(**plan),
+            ledger=RunLedger(make_plan(**plan)),
             recorder=recorder,
             subspace=self.subspace,
             clip_groups={
@@ -81,8 +82,9 @@ class Bench:
         inputs = self.inputs if inputs is None else inputs
         parts = [samples[i : i + size] for i in range(0, len(samples), size)]
         logical = [PhysicalBatch(len(part), select(inputs, part)) for part in parts]
-        loss = self.step(logical, lambda x: self.loss(self.model, x), step=step)
-        plan = self.step.plan
+        plan = self.step.ledger.plan
+        self.step.ledger = RunLedger(plan, num_releases=step)
+        loss = self.step(logical, lambda x: self.loss(self.model, x))
         released = {
             name: tensor.stand_in.grad * plan.expected_batch_size
             for name, tensor in self.subspace.tensors.items()
@@ -111,8 +113,10 @@ def test_one_sample_moves_the_sum_by_at_most_the_clip_norm(bench: Bench, data: A
     leave_out = data.draw(st.integers(0, len(samples) - 1))
     rest = samples[:leave_out] + samples[leave_out + 1 :]
     moved = distance(bench.gradient(samples), bench.gradient(rest))
-    assert moved <= bench.step.plan.l2_clip_norm * (1 + 1e-9)
-    assert moved > 0.2 * bench.step.plan.l2_clip_norm  # the bound is not kept by losing signal
+    assert moved <= bench.step.ledger.plan.l2_clip_norm * (1 + 1e-9)
+    assert (
+        moved > 0.2 * bench.step.ledger.plan.l2_clip_norm
+    )  # the bound is not kept by losing signal
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
@@ -144,7 +148,7 @@ def test_sum_is_that_of_the_naive_loop(family: str, head: str, form: str, rank: 
         projected = {n: bench.projections[n].on_gradient(g) for n, g in full.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in projected.values()))
         for name, g in projected.items():
-            want[name] += g * min(1.0, bench.step.plan.l2_clip_norm * (1 - 1e-6) / norm)
+            want[name] += g * min(1.0, bench.step.ledger.plan.l2_clip_norm * (1 - 1e-6) / norm)
     assert distance(got, want) < 1e-10
 
 
@@ -161,7 +165,7 @@ def test_a_group_per_tensor_is_clipped_during_backward(
             for name in {"p", "dropout"} & vars(module).keys():
                 setattr(module, name, 0.0)
         enable_checkpointing(bench.model, {"use_reentrant": reentrant})
-    bound = bench.step.plan.l2_clip_norm * share * (1 - 1e-6)
+    bound = bench.step.ledger.plan.l2_clip_norm * share * (1 - 1e-6)
     got = bench.gradient([0, 1, 2, 3])
     want = {name: torch.zeros_like(g) for name, g in got.items()}
     for full in alone(bench.model, bench.inputs):
@@ -276,7 +280,7 @@ def test_one_sample_moves_gradient_and_loss_by_at_most_the_clip_norm(
     assert LOSS in whole
     assert all(bool(value.isfinite().all()) for value in whole.values())
     moved = distance(whole, loss_bench.gradient(rest, inputs=inputs, step=step))
-    assert moved <= loss_bench.step.plan.l2_clip_norm * (1 + 1e-9)
+    assert moved <= loss_bench.step.ledger.plan.l2_clip_norm * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +310,7 @@ def test_released_loss_without_noise_is_the_sum_over_the_expected_size(
     samples = [0, 1, 2, 3, 3, 1]
     parts = [samples[i : i + size] for i in range(0, 6, size)]
     logical = [PhysicalBatch(len(part), select(bench.inputs, part)) for part in parts]
-    loss = bench.step(logical, lambda x: bench.loss(bench.model, x), step=0)
+    loss = bench.step(logical, lambda x: bench.loss(bench.model, x))
     assert loss.private_mean is not None
     assert float(loss.private_mean) == pytest.approx(float(raw[samples].sum()) / 8, rel=1e-12)
     assert float(loss.raw_sum) == pytest.approx(float(raw[samples].sum()), rel=1e-6)
@@ -344,9 +348,10 @@ def test_loss_gets_the_noise_of_one_coordinate_also_without_examples() -> None:
         noise_multiplier=1.7,
         clip_shares={BODY: math.sqrt(0.99), LOSS: 0.1},
         private_loss_bound=2.0,
+        num_steps=4000,
     )
     step = PrivateStep(
-        plan=plan,
+        ledger=RunLedger(plan),
         recorder=Recorder(model, [], projections, {}),
         subspace=Subspace(dict(model.named_parameters()), projections),
         clip_groups={"scale": BODY},
@@ -354,7 +359,7 @@ def test_loss_gets_the_noise_of_one_coordinate_also_without_examples() -> None:
     )
     losses, gradients = [], []
     for _ in range(4000):
-        found = step([], lambda x: x, step=0).private_mean
+        found = step([], lambda x: x).private_mean
         assert found is not None
         losses.append(float(found))
         gradients.append(float(model.scale.grad[0]))
@@ -370,14 +375,29 @@ def test_loss_gets_the_noise_of_one_coordinate_also_without_examples() -> None:
 
 def test_no_loss_is_released_unless_asked_for() -> None:
     bench = Bench("roberta", CLASSIFY)
-    loss = bench.step([], lambda x: x, step=0)
+    loss = bench.step([], lambda x: x)
     assert loss.private_mean is None
 
 
 def test_stops_at_the_planned_steps() -> None:
+    bench = Bench("roberta", CLASSIFY, num_steps=3)
+    for index in range(3):
+        assert bench.step.ledger.num_releases == index
+        bench.step([], lambda x: x)
+    with pytest.raises(RuntimeError, match="3 steps are done"):
+        bench.step([], lambda x: x)
+    assert bench.step.ledger.num_releases == 3
+
+
+def test_an_interrupted_step_is_counted() -> None:
     bench = Bench("roberta", CLASSIFY)
-    with pytest.raises(RuntimeError, match="10 steps are done"):
-        bench.gradient([0], step=10)
+
+    def interrupt(inputs: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.step([PhysicalBatch(4, bench.inputs)], interrupt)
+    assert bench.step.ledger.num_releases == 1
 
 
 @pytest.mark.parametrize("bad", [lambda x: x.mean(), lambda x: x[:, None], lambda x: x[:1]])
@@ -409,13 +429,13 @@ def test_unused_head_gets_noise_and_nothing_else() -> None:
     projections = make_projections(bench.model, rank=0, scale="1/r", seed=0, head=frozenset())
     subspace = Subspace(dict(bench.model.named_parameters()), projections)
     step = PrivateStep(
-        plan=make_plan(),
+        ledger=RunLedger(make_plan()),
         recorder=Recorder(bench.model, sites, projections, layouts),
         subspace=subspace,
         clip_groups=dict.fromkeys(projections, BODY),
         source=SecretSource(unsafe_seed=1),
     )
-    step([PhysicalBatch(4, bench.inputs)], loss, step=0)
+    step([PhysicalBatch(4, bench.inputs)], loss)
     assert bench.model.unused.weight.grad.eq(0).all()
     assert bench.model.used.weight.grad.ne(0).any()
 

@@ -129,3 +129,17 @@ def test_length_and_order() -> None:
 
 def test_probability_one_takes_everything() -> None:
     assert list(sampler(1.0, num_batches=2)) == [list(range(NUM_EXAMPLES))] * 2
+
+
+def rare_p_value(num_drawn: int, num_coins: int, prob: float) -> float:
+    return float(scipy.stats.binomtest(num_drawn, num_coins, prob).pvalue)
+
+
+def test_rare_inclusions_have_their_probability() -> None:
+    # A uniform of 24 bits is 0 with probability 6e-8, and falls below 1e-9 no less often.
+    num, batches, prob = 2**22, 24, 1e-9
+    drawn = sum(map(len, sampler(prob, num_examples=num, num_batches=batches)))
+    assert rare_p_value(drawn, num * batches, prob) > 1e-2
+    g = torch.Generator().manual_seed(3)
+    coarse = sum(int((torch.rand(num, generator=g) < prob).sum()) for _ in range(batches))
+    assert rare_p_value(coarse, num * batches, prob) < 1e-4

@@ -12,6 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+#: Another copy may be installed; it is not the one under test.
+THIS_COPY = f"""
+from pathlib import Path
+import hf_dpgrape
+assert Path(hf_dpgrape.__file__).is_relative_to({str(Path(__file__).parents[2])!r})
+"""
+
 SCRIPT = """
 import json, sys
 import torch
@@ -49,15 +56,16 @@ def launch(folder: Path, script_text: str, processes: int, *options: str) -> lis
     """What every process of a run says."""
     folder.mkdir()
     script = folder / "train.py"
-    script.write_text(script_text)
+    script.write_text(THIS_COPY + script_text)
     tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests.parent), str(tests)])
     if processes == 1:
         launcher = ["accelerate.commands.launch", "--cpu", "--num_processes", "1"]
         launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     else:  # accelerate's own launcher wants MPI for several processes on CPUs
         launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, "-m", *launcher, str(script), str(folder), *options]
-    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
