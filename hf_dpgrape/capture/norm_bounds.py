@@ -14,7 +14,7 @@ added in float64, whose own roundings enter in the same way with u = 2^-53.
 
 A vector's square. Norms of blocks are taken in the vector's precision (256 products, 255 additions
 and a root, squared again in float64), their squares are added in float64 to Q. The true square is at
-most (Q + N eta) (1 + gamma_260) for N entries (`squares`).
+most (Q + 2 N eta) (1 + gamma_260) for N entries (`squares`).
 
 Factors. G = sum over t of d_t x_t^T, with m entries in d_t and n in x_t. With S = sum |d_t| |x_t|,
 D = sum |d_t| and X = sum |x_t|, sums and norms rounded up:
@@ -79,8 +79,8 @@ def squares(vectors: Tensor) -> Tensor:
     blocks = vectors[..., :whole].unflatten(-1, (-1, BLOCK))
     total = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(-1)
     total += torch.linalg.vector_norm(vectors[..., whole:], dim=-1).double().square()
-    error = gamma(BLOCK + 4, unit) + gamma(size // BLOCK + 4, _FLOAT64)
-    return (total + size * smallest) * (1 + 2 * error)
+    up = (1 + gamma(BLOCK + 4, unit)) * (1 + gamma(size // BLOCK + 8, _FLOAT64))
+    return (total + 2 * size * smallest) * up
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
