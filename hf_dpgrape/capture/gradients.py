@@ -1,7 +1,7 @@
 """Per-sample gradients of one tensor, in three forms behind one small interface.
 
 Shapes: B samples, T positions inside a sample, a tensor seen as a matrix of m rows and n columns
-(either side already projected).
+(either side already projected). Norms are upper bounds of what is added to a sum, see `norm_bounds`.
 
 * `Dense`: the gradients themselves, (B, *shape).
 * `Outer`: two factors per sample, `rows` (B, T, m) and `columns` (B, T, n); gradient i is
@@ -14,12 +14,22 @@ Shapes: B samples, T positions inside a sample, a tensor seen as a matrix of m r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from hf_dpgrape.capture.norm_bounds import (
+    Arithmetic,
+    Sizes,
+    dense_bound,
+    factors_bound,
+    gram,
+    squares,
+)
+from hf_dpgrape.capture.precision import full_float32
 
 Form = Literal["auto", "dense", "factors"]
 
@@ -27,6 +37,12 @@ Form = Literal["auto", "dense", "factors"]
 def _wide(tensor: Tensor) -> Tensor:
     """The tensor in at least float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _weighted(values: Tensor, weights: Tensor) -> Tensor:
+    """Weight times value, in the wider of both dtypes: a weight is never rounded, maybe up."""
+    wide = torch.promote_types(_wide(values).dtype, weights.dtype)
+    return values.to(wide) * weights.to(wide).view(-1, *[1] * (values.ndim - 1))
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,8 @@ class Dense:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Sum over samples of weight times gradient, (*shape)."""
-        return torch.einsum("b,b...->...", weights, self.values)
+        wide = torch.promote_types(_wide(self.values).dtype, weights.dtype)
+        return torch.einsum("b,b...->...", weights.to(wide), self.values.to(wide))
 
 
 @dataclass(frozen=True)
@@ -75,8 +92,13 @@ class Outer:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Sum over samples of weight times gradient, (m, n)."""
-        rows = _wide(self.rows) * weights[:, None, None]
-        return rows.flatten(0, 1).T @ _wide(self.columns).flatten(0, 1)
+        rows = _weighted(self.rows, weights)
+        return rows.flatten(0, 1).T @ self.columns.to(rows.dtype).flatten(0, 1)
+
+    def sizes(self) -> Sizes:
+        """How large the factors are."""
+        rows, columns = squares(_wide(self.rows)), squares(_wide(self.columns))
+        return Sizes.of(rows, columns, (self.rows.shape[2], self.columns.shape[2]))
 
 
 @dataclass(frozen=True)
@@ -106,30 +128,51 @@ class Scatter:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Sum over samples of weight times gradient, (num_rows, n)."""
-        values = _wide(self.values) * weights[:, None, None]
+        values = _weighted(self.values, weights)
         out = values.new_zeros(self.num_rows, values.shape[2])
         return out.index_add_(0, self.ids.flatten(), values.flatten(0, 1))
+
+    def sizes(self) -> Sizes:
+        """How large the factors are; the left one is one-hot."""
+        values = squares(_wide(self.values))
+        return Sizes.of(torch.ones_like(values), values, (self.num_rows, self.values.shape[2]))
 
 
 Gradient = Dense | Outer | Scatter
 
 
+def _same(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both tensors in the wider of their dtypes, at least float32."""
+    wide = torch.promote_types(_wide(a).dtype, _wide(b).dtype)
+    return a.to(wide), b.to(wide)
+
+
 def _factor_inner(a: Outer | Scatter, b: Outer | Scatter) -> Tensor:
-    """Per-sample inner products (B,) of two gradients in factor form."""
+    """Per-sample inner products (B,) in float64 of two gradients in factor form."""
     if isinstance(a, Outer) and isinstance(b, Scatter):
         a, b = b, a
     if isinstance(a, Scatter):
-        right = torch.bmm(
-            _wide(a.values), _wide(b.values if isinstance(b, Scatter) else b.columns).mT
-        )
+        right = gram(*_same(a.values, b.values if isinstance(b, Scatter) else b.columns))
         if isinstance(b, Scatter):
             return (right * (a.ids[:, :, None] == b.ids[:, None, :])).sum((1, 2))
         # left[i, t, s] is b's row factor at position s, read in the row that a's position t hits.
         index = a.ids[:, None, :].expand(-1, b.rows.shape[1], -1)
-        return (right * _wide(b.rows.gather(2, index)).mT).sum((1, 2))
+        return (right * b.rows.gather(2, index).double().mT).sum((1, 2))
     assert isinstance(b, Outer)
-    left = torch.bmm(_wide(a.rows), _wide(b.rows).mT)
-    return (left * torch.bmm(_wide(a.columns), _wide(b.columns).mT)).sum((1, 2))
+    return gram(*_same(a.rows, b.rows)).mul_(gram(*_same(a.columns, b.columns))).sum((1, 2))
+
+
+def _bound_of_factors(parts: Sequence[Outer | Scatter], sum_like: Tensor) -> Tensor:
+    """Bounds (B,) on what the total of some parts adds to a sum, over the weight."""
+    total, sizes = torch.zeros((), dtype=torch.float64, device=sum_like.device), parts[0].sizes()
+    for i, a in enumerate(parts):
+        sizes = sizes if i == 0 else sizes + a.sizes()
+        total = total + _factor_inner(a, a)
+        for b in parts[i + 1 :]:
+            total = total + 2 * _factor_inner(a, b)
+    floats = [part.columns if isinstance(part, Outer) else part.values for part in parts]
+    floats += [part.rows for part in parts if isinstance(part, Outer)]
+    return factors_bound(total, sizes, len(parts), Arithmetic.of(sum_like, *floats))
 
 
 WhenComplete = Callable[["PerSampleGradients", str], None]
@@ -203,22 +246,31 @@ class PerSampleGradients:
             for part in parts:
                 yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
-    def squared_norms(self, names: Iterable[str], like: Tensor) -> Tensor:
-        """Squared norms (B,) of the joint gradients of some tensors; zero for absent ones."""
-        total = like.new_zeros(self.batch_size)
-        for name in names:
-            parts = self._parts.get(name, [])
-            if parts and isinstance(parts[0], Dense):
-                values = parts[0].values.flatten(1)
-                total += torch.linalg.vecdot(values, values)
-                continue
-            for i, a in enumerate(parts):
-                assert not isinstance(a, Dense)
-                total += _factor_inner(a, a)
-                for b in parts[i + 1 :]:
-                    assert not isinstance(b, Dense)
-                    total += 2 * _factor_inner(a, b)
+    def squared_norms(self, names: Iterable[str], sum_like: Tensor) -> Tensor:
+        """Squared norms (B,) in float64 of the joint gradients of some tensors, rounded up.
+
+        Guarantees:
+            What one sample adds in `add_weighted_sum_` to sums of zero has at most its weight
+            times the root of this as its norm, up to 2^-70 for each tensor and the roundings of a
+            few float64 operations. A sample's value does not depend on the other samples.
+
+        Args:
+            names: the tensors; absent ones count as zero.
+            sum_like: a tensor of the device and dtype of the sums.
+        """
+        total = torch.zeros(self.batch_size, dtype=torch.float64, device=sum_like.device)
+        with full_float32(sum_like.device):
+            for name in names:
+                if self._parts.get(name):
+                    total += self._bound(name, sum_like).square()
         return total
+
+    def _bound(self, name: str, sum_like: Tensor) -> Tensor:
+        parts = self._parts[name]
+        if isinstance(parts[0], Dense):
+            return dense_bound(_wide(parts[0].values).flatten(1), sum_like)
+        factors = [part for part in parts if not isinstance(part, Dense)]
+        return _bound_of_factors(factors, sum_like)
 
     def dense(self, name: str) -> Tensor | None:
         """The materialized per-sample gradients (B, *shape) of one tensor, or None if absent."""
@@ -237,9 +289,10 @@ class PerSampleGradients:
         weight 0) cannot turn the sum into NaN.
         """
         keep = weights != 0
-        for part in self._parts.get(name, []):
-            if keep.all():
-                out += part.weighted_sum(weights).view_as(out)
-            else:
-                samples = keep.nonzero().squeeze(1)
-                out += part.select(samples).weighted_sum(weights[samples]).view_as(out)
+        with full_float32(out.device):
+            for part in self._parts.get(name, []):
+                if keep.all():
+                    out += part.weighted_sum(weights).view_as(out)
+                else:
+                    samples = keep.nonzero().squeeze(1)
+                    out += part.select(samples).weighted_sum(weights[samples]).view_as(out)

@@ -86,10 +86,12 @@ class ClippedSum:
     @torch.no_grad()
     def _add_group_(self, gradients: PerSampleGradients, group: str) -> None:
         names = self._groups[group]
+        total = self._sums[names[0]]
         factors = clip_factors(
-            gradients.squared_norms(names, like=self._sums[names[0]]),
+            gradients.squared_norms(names, total),
             bound=self._plan.l2_clip_norm * self._clip_shares[group],
             clipping=self._plan.clipping,
+            dtype=total.dtype,
         )
         for name in names:
             gradients.add_weighted_sum_(name, self._sums[name], factors)

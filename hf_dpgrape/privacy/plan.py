@@ -19,6 +19,11 @@ HEAD = "head"
 #: The clip group of the training loss, when it is released as one more coordinate.
 LOSS = "loss"
 
+#: Bounds of a clip group for which float32 arithmetic is sound. Squares of the entries of a gradient
+#: underflow below 2^-126, so the norm of 2^33 entries is known up to 2^-46.5 or 1e-14, which must be
+#: little beside the bound. Sums over all examples and their squares must not overflow at 3e38.
+CLIP_NORMS = (1e-12, 1e12)
+
 
 def require_one_budget(target_epsilon: float | None, noise_multiplier: float | None) -> None:
     """Refuses both or neither of epsilon and sigma."""
@@ -140,6 +145,13 @@ class PrivacyPlan:
             raise ValueError(
                 "`clip_shares` must be positive with squares that sum to 1, got "
                 f"{dict(self.clip_shares)} with sum {total:.6g}."
+            )
+        smallest = self.l2_clip_norm * min(self.clip_shares.values())
+        if smallest < CLIP_NORMS[0] or self.l2_clip_norm > CLIP_NORMS[1]:
+            raise ValueError(
+                f"`l2_clip_norm` must be at most {CLIP_NORMS[1]:g} and, times the smallest of "
+                f"`clip_shares`, at least {CLIP_NORMS[0]:g} (float32 arithmetic is sound between "
+                f"them), got {self.l2_clip_norm} and {smallest:g}: rescale the loss."
             )
         bound = self.private_loss_bound
         if bound is not None and not (bound > 0 and math.isfinite(bound)):

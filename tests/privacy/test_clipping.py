@@ -38,6 +38,27 @@ def test_bound_holds(kind: Clipping, dtype: torch.dtype, values: list[float], bo
     assert (contribution <= bound).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    norm=st.floats(0, 1e150), bound=st.floats(1e-12, 1e12), wanted=st.sampled_from([True, False])
+)
+@example(norm=3e37, bound=1.0, wanted=False)
+@example(norm=1.3e38, bound=1.0, wanted=False)
+@example(norm=1e45, bound=1.0, wanted=False)
+def test_factors_are_rounded_down(kind: Clipping, norm: float, bound: float, wanted: bool) -> None:
+    dtype = torch.float64 if wanted else torch.float32
+    squared = torch.tensor([norm**2], dtype=torch.float64)
+    factor = clip_factors(squared, bound=bound, clipping=kind, dtype=dtype)
+    assert factor.dtype == dtype
+    assert float(factor) == 0 or float(factor) >= torch.finfo(dtype).tiny
+    assert float(factor) * norm <= bound * (1 - 9e-7)
+
+
+def test_a_square_below_zero_is_no_norm() -> None:
+    for kind in KINDS:
+        assert clip_factors(torch.tensor([-1e-9]), bound=1.0, clipping=kind) == 0
+
+
 @given(norms=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=7), bound=st.floats(1e-3, 1e3))
 def test_flat_leaves_small_gradients_and_scales_large_ones_to_the_bound(
     norms: list[float], bound: float

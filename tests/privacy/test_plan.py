@@ -43,6 +43,18 @@ def plan(**changes: Any) -> PrivacyPlan:
         ({"l2_clip_norm": 0.0}, "`l2_clip_norm` must be positive and finite, got 0.0"),
         ({"l2_clip_norm": math.inf}, "`l2_clip_norm` must be positive and finite"),
         ({"l2_clip_norm": math.nan}, "`l2_clip_norm` must be positive and finite"),
+        (
+            {"l2_clip_norm": 1e-13},
+            "`l2_clip_norm` must be .*at least 1e-12 .*, got 1e-13 and 1e-13:",
+        ),
+        (
+            {"l2_clip_norm": 2e12},
+            "`l2_clip_norm` must be at most 1e\\+12 .*, got 2000000000000.0 and",
+        ),
+        (
+            {"l2_clip_norm": 2e-12, "clip_shares": {BODY: 0.8**0.5, HEAD: 0.2**0.5}},
+            "times the smallest of `clip_shares`, at least 1e-12 .*, got 2e-12 and 8.94427e-13",
+        ),
         ({"noise_multiplier": -1.0}, "`noise_multiplier` must be zero or more and finite"),
         ({"noise_multiplier": math.nan}, "`noise_multiplier` must be zero or more and finite"),
         ({"noise_multiplier": math.inf}, "`noise_multiplier` must be zero or more and finite"),
