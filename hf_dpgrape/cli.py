@@ -77,11 +77,8 @@ def _budget(arguments: argparse.Namespace) -> int:
         return 0
     console = Console()
     console.print(_plan_table(report), _noise_table(report), _epoch_table(report))
-    if report["target_delta"] >= 1 / report["num_examples"]:
-        console.print(
-            f"Note: delta is not below 1 / num_examples = {1 / report['num_examples']:.2g}; at "
-            "that size, publishing one random record outright would qualify."
-        )
+    for warning in report["warnings"]:
+        console.print(f"Warning: {warning}", highlight=False)
     return 0
 
 
@@ -99,6 +96,7 @@ def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:
         "noise_multiplier": {name: p.noise_multiplier for name, p in plans.items()},
         "epsilon": {name: p.epsilon() for name, p in plans.items()},
         "epochs": _epochs(plan),
+        "warnings": plan.warnings(),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from hf_dpgrape.resuming import ResumingMixin
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.trainer_part import TrainerPart
 from hf_dpgrape.tuning import TuningMixin
+
+logger = logging.getLogger(__name__)
 
 
 class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, TrainerPart):
@@ -88,13 +91,19 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         show_epsilon(
             self, lambda step: self.plan.epsilon(self._steps_counted(step)) if self.plan else 0.0
         )
-        if self.train_dataset is not None:
-            self._make_plan()
+        if self.train_dataset is not None and (warnings := self._make_plan().warnings()):
+            logger.warning("%s", " ".join(warnings))
 
     # ---- Before training -------------------------------------------------------------------
 
     def _make_plan(self) -> PrivacyPlan:
         """Checks model and data, and derives the plan from the arguments."""
+        if isinstance(self.train_dataset, dict):
+            raise ValueError(
+                "`train_dataset` must be one data set, got a dictionary of "
+                f"{len(self.train_dataset)} splits; pass the one to train on, as "
+                '`train_dataset["train"]`.'
+            )
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset) or not has_length(
             self.train_dataset
         ):
@@ -350,6 +359,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 "randomness": SECRET if self._source.is_secret else FIXED,
             },
             steps_counted=self._steps_counted(),
+            example_unit=self.args.example_unit,
             tuning=self.tuning_record(),
             raw_metrics_were_logged=self._raw_metrics_were_logged
             or self.args.log_non_private_metrics,

@@ -19,6 +19,9 @@ HEAD = "head"
 #: The clip group of the training loss, when it is released as one more coordinate.
 LOSS = "loss"
 
+#: Epsilon above which a warning is due: the bound on odds is then beyond 4e8 to 1.
+_MOST_MEANINGFUL_EPSILON = 20.0
+
 
 def require_one_budget(target_epsilon: float | None, noise_multiplier: float | None) -> None:
     """Refuses both or neither of epsilon and sigma."""
@@ -61,6 +64,28 @@ def planned_steps(
             "`max_steps`."
         )
     return math.ceil(num_train_epochs * per_epoch)
+
+
+def budget_warnings(
+    *, epsilon: float, target_delta: float, num_examples: int
+) -> tuple[str, ...]:
+    """One sentence for each way in which an (epsilon, delta) says little about a training set.
+
+    >>> budget_warnings(epsilon=3.0, target_delta=1e-5, num_examples=60_000)
+    ()
+    """
+    found = []
+    if epsilon > _MOST_MEANINGFUL_EPSILON:
+        found.append(
+            f"Epsilon {epsilon:.4g} is above {_MOST_MEANINGFUL_EPSILON:g}, a bound so loose that "
+            "it promises next to nothing."
+        )
+    if target_delta >= 1 / num_examples:
+        found.append(
+            f"Delta {target_delta:g} is not below 1 / num_examples = {1 / num_examples:.2g}; at "
+            "that size, publishing one random record outright would qualify."
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +281,14 @@ class PrivacyPlan:
             num_steps=self.num_steps if steps_done is None else steps_done,
             delta=self.target_delta,
             accountant=accountant or self.accountant,
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the whole run's budget say little; nothing if it is a sound one."""
+        return budget_warnings(
+            epsilon=self.epsilon(),
+            target_delta=self.target_delta,
+            num_examples=self.num_examples,
         )
 
     def to_dict(self) -> dict[str, Any]:
