@@ -58,7 +58,7 @@ def planned_steps(
     per_epoch = steps_per_epoch(num_examples, expected_batch_size)
     if max_steps > 0:
         return max_steps
-    if not num_train_epochs > 0 or math.isinf(num_train_epochs):
+    if not num_train_epochs > 0 or math.isinf(num_train_epochs * per_epoch):
         raise ValueError(
             f"`num_train_epochs` must be positive and finite, got {num_train_epochs}; or set "
             "`max_steps`."
@@ -66,9 +66,7 @@ def planned_steps(
     return math.ceil(num_train_epochs * per_epoch)
 
 
-def budget_warnings(
-    *, epsilon: float, target_delta: float, num_examples: int
-) -> tuple[str, ...]:
+def budget_warnings(*, epsilon: float, target_delta: float, num_examples: int) -> tuple[str, ...]:
     """One sentence for each way in which an (epsilon, delta) says little about a training set.
 
     >>> budget_warnings(epsilon=3.0, target_delta=1e-5, num_examples=60_000)
