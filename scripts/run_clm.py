@@ -6,7 +6,7 @@
 
 One line or record is one example, and one example is what the guarantee protects. Texts are never
 joined: with blocks made of several records, one record would change them all. What is longer than
-`block_size` is cut off, or with `--split_texts` makes several examples, as record and card then say.
+`block_size` is cut off; with `--split_texts` it makes several examples, and the card says so.
 Prompts and targets come from columns, or from templates over columns.
 """
 

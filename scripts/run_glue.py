@@ -4,9 +4,10 @@
         --target_epsilon 3 --target_delta 1e-5 --output_dir runs/sst2
     accelerate launch scripts/run_glue.py training_args/roberta_large/sst2_epsilon_2.yaml
 
-Real-valued labels make it a regression; classes that no public list names are named by
-`--label_names`, because their names are saved with the model. With `--prompt_template`, words of a language model stand
-for the classes (`prompt_model.py`). One row is one example, which is what the guarantee protects.
+Real-valued labels make it a regression. Classes that no public list names are named by
+`--class_names`, for their names are saved with the model. With `--prompt_template`, words of a
+language model stand for the classes (`prompt_model.py`). One row is one example, which is what the
+guarantee protects.
 """
 
 import sys
@@ -86,7 +87,7 @@ def prepare(splits: dict, data: DataArguments, template: str | None, tokenizer) 
         prompt_model.check_template(template, len(columns))
     for split in splits.values():
         script_data.require_columns(split, [*columns, label])
-    names = None if data.task_name == "stsb" else script_data.label_names(train, data, known)
+    names = None if data.task_name == "stsb" else script_data.class_names(train, data, known)
 
     def encode(row: dict) -> dict:
         sentences = [row[column] or "" for column in columns]

@@ -7,7 +7,7 @@
 
 Pictures come from the hub, from folders with one folder per class, or from parquet files with a
 column of images. One picture is one example, which is what the guarantee protects. Names of folders
-and values of labels are taken for private: with them, name the classes by `--label_names`.
+and values of labels are taken for private: with them, name the classes by `--class_names`.
 """
 
 import sys
@@ -112,7 +112,7 @@ def main() -> None:
     data.validation_file = data.validation_dir or data.validation_file
     splits = script_data.load_splits(data)
     script_data.require_columns(splits["train"], [data.label_column])
-    names = script_data.label_names(splits["train"], data)
+    names = script_data.class_names(splits["train"], data)
     if names is None:
         sys.exit(f"Expected classes in the column `{data.label_column}`, got real numbers.")
     config, checkpoint = load_config(model_args, names), model_args.model_name_or_path

@@ -86,7 +86,7 @@ class LabeledArguments(SourceArguments):
     """The same, where the rows have labels."""
 
     label_column: str = field(default="label", metadata={"help": "Classes, or real numbers."})
-    label_names: list[str] | None = field(
+    class_names: list[str] | None = field(
         default=None,
         metadata={
             "help": "Names of the classes, in their order, where no public list has them: they are "
@@ -234,7 +234,7 @@ def text_columns(split: datasets.Dataset, without: str) -> list[str]:
     return found[:2]
 
 
-def label_names(
+def class_names(
     split: datasets.Dataset, data: LabeledArguments, known: Sequence[str] = ()
 ) -> list[str] | None:
     """Names of the classes in their order; None for real numbers. No row is read for them.
@@ -245,10 +245,10 @@ def label_names(
         known: the classes, if it is agreed on what they are.
     """
     feature = split.features[data.label_column]
-    if data.label_names:
-        if len(set(data.label_names)) < len(data.label_names):
-            sys.exit(f"Expected different `--label_names`, got {data.label_names}.")
-        return list(data.label_names)
+    if data.class_names:
+        if len(set(data.class_names)) < len(data.class_names):
+            sys.exit(f"Expected different `--class_names`, got {data.class_names}.")
+        return list(data.class_names)
     is_declared = split.builder_name != "imagefolder"  # names of folders may be anything
     if isinstance(feature, datasets.ClassLabel) and is_declared:
         return list(feature.names)
@@ -260,8 +260,8 @@ def label_names(
     if kind == "bool":
         return ["False", "True"]
     sys.exit(
-        f"Expected `--label_names`, the names of the classes in the column `{data.label_column}` "
-        "in their order (as `--label_names no yes`, or `0 1` for numbers): they are saved with the "
+        f"Expected `--class_names`, the names of the classes in the column `{data.label_column}` "
+        "in their order (as `--class_names no yes`, or `0 1` for numbers): they are saved with the "
         "model, so they are not taken from the training rows."
     )
 
@@ -290,7 +290,7 @@ def with_labels(split: datasets.Dataset, column: str, names: list[str] | None) -
         if not all(str(value) in numbers for value in values):
             sys.exit(
                 f"Expected the classes {', '.join(names)} in the column `{column}`, found others; "
-                "name all of them by `--label_names`."
+                "name all of them by `--class_names`."
             )
         labels = [numbers[str(value)] for value in values]
     replaced = [name for name in (column, "labels") if name in split.column_names]
