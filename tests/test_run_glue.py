@@ -375,7 +375,7 @@ LEAKS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "long prompt": (
         None,
         {"prompt_template": "{sentence1} {sentence2} s", "label_words": ["y", "n"], **RTE}
-        | {"max_seq_length": 1},
+        | {"max_seq_length": 0},
         r"The prompt alone has more than",
     ),
 }
