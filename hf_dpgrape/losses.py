@@ -187,7 +187,7 @@ class PerSampleLoss:
         if not labels:
             raise ValueError(
                 f"The training data has none of the label columns {list(_LABELS)}; "
-                f"rename yours, or pass `compute_loss_func`. Columns: {sorted(features)}."
+                "rename yours, or pass `compute_loss_func`."
             )
         assert self._loss is not None
         return self._loss(outputs, labels, self._head.config)

@@ -366,7 +366,7 @@ LEAKS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "no header": (headless, {}, r"Expected the columns \['label'\] in the data, found 3 others"),
     "more fields": (ragged, {}, r"Expected rows of one shape"),
-    "other kinds": (mixed, {}, r"Expected rows of one shape"),
+    "other kinds": (mixed, {}, r"Expected a column of text in the data, found none in 2 columns"),
     "numbers as texts": (
         None,
         {"sentence1_column": "idx", "task_name": "rte"},
