@@ -209,6 +209,13 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "card: epsilon does not cover it. Default: not stated."
         },
     )
+    example_unit: str = field(
+        default="one row of the training set",
+        metadata={
+            "help": "What one example is, for the record and the card: whatever the guarantee "
+            "protects as a whole, as `one e-mail`. Text only; it changes nothing in the training."
+        },
+    )
     unsafe_test_seed: int | None = field(
         default=None,
         metadata={

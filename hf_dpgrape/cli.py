@@ -16,6 +16,7 @@ from hf_dpgrape.budget import add_run_arguments, plan_of
 from hf_dpgrape.memory.command import add_parser as add_memory
 from hf_dpgrape.privacy.accounting import Accountant
 from hf_dpgrape.privacy.plan import PrivacyPlan, steps_per_epoch
+from hf_dpgrape.record import finite
 from hf_dpgrape.widths.command import add_parsers as add_widths
 
 if TYPE_CHECKING:
@@ -77,11 +78,8 @@ def _budget(arguments: argparse.Namespace) -> int:
         return 0
     console = Console()
     console.print(_plan_table(report), _noise_table(report), _epoch_table(report))
-    if report["target_delta"] >= 1 / report["num_examples"]:
-        console.print(
-            f"Note: delta is not below 1 / num_examples = {1 / report['num_examples']:.2g}; at "
-            "that size, publishing one random record outright would qualify."
-        )
+    for warning in report["warnings"]:
+        console.print(f"Warning: {warning}", highlight=False)
     return 0
 
 
@@ -97,8 +95,9 @@ def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:
         "target_epsilon": plan.target_epsilon,
         "target_delta": plan.target_delta,
         "noise_multiplier": {name: p.noise_multiplier for name, p in plans.items()},
-        "epsilon": {name: p.epsilon() for name, p in plans.items()},
+        "epsilon": {name: finite(p.epsilon()) for name, p in plans.items()},
         "epochs": _epochs(plan),
+        "warnings": plan.warnings(),
     }
 
 
@@ -114,7 +113,7 @@ def _epochs(plan: PrivacyPlan) -> list[dict[str, Any]]:
         {
             "epoch": round(step / per_epoch, 2),
             "step": step,
-            "epsilon": {name: plan.epsilon(step, name) for name in get_args(Accountant)},
+            "epsilon": {name: finite(plan.epsilon(step, name)) for name in get_args(Accountant)},
         }
         for step in steps
     ]
@@ -140,7 +139,7 @@ def _plan_table(report: dict[str, Any]) -> Table:
 def _noise_table(report: dict[str, Any]) -> Table:
     table = Table("accountant", "noise multiplier", "epsilon", title="Noise and epsilon")
     for name, sigma in report["noise_multiplier"].items():
-        table.add_row(name.upper(), f"{sigma:.6g}", f"{report['epsilon'][name]:.4f}")
+        table.add_row(name.upper(), f"{sigma:.6g}", _number(report["epsilon"][name]))
     return table
 
 
@@ -148,9 +147,13 @@ def _epoch_table(report: dict[str, Any]) -> Table:
     sigma = report["noise_multiplier"]["pld"]
     table = Table("epoch", "step", "PLD", "RDP", title=f"Epsilon at noise {sigma:.6g}")
     for row in report["epochs"]:
-        spent = (f"{value:.4f}" for value in row["epsilon"].values())
+        spent = map(_number, row["epsilon"].values())
         table.add_row(f"{row['epoch']:g}", f"{row['step']:,}", *spent)
     return table
+
+
+def _number(epsilon: float | None) -> str:
+    return "infinite" if epsilon is None else f"{epsilon:.4f}"
 
 
 # ---- check ---------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class PerSampleLoss:
         if not labels:
             raise ValueError(
                 f"The training data has none of the label columns {list(_LABELS)}; "
-                f"rename yours, or pass `compute_loss_func`. Columns: {sorted(features)}."
+                "rename yours, or pass `compute_loss_func`."
             )
         features = self._forward_inputs(loss, features, labels)
         with _named_outputs(self._head.config):

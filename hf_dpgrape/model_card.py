@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_dpgrape.privacy.plan import LOSS
+from hf_dpgrape.privacy.plan import LOSS, budget_warnings
 
 _TEMPLATE = """\
 ---
@@ -91,6 +91,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     plan = record["plan"]
     return [
         ("epsilon", f"**{_shown(record['epsilon'])}** at delta {record['target_delta']:g}"),
+        *(("what this budget is worth", warning) for warning in _budget_warnings(record)),
         ("epsilon by accountant", _by_accountant(record["epsilon_by_accountant"])),
         ("unit of privacy", record["unit_of_privacy"]),
         ("neighboring relation", plan["neighboring_relation"].replace("_", " ")),
@@ -106,6 +107,17 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("randomness of noise and sampling", record["projection"]["randomness"]),
         ("versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())),
     ]
+
+
+def _budget_warnings(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """What makes the record's budget say little; nothing for a run that is not private at all."""
+    if record["epsilon"] is None:
+        return ()
+    return budget_warnings(
+        epsilon=record["epsilon"],
+        target_delta=record["target_delta"],
+        num_examples=record["plan"]["num_examples"],
+    )
 
 
 def _steps(record: Mapping[str, Any]) -> str:
@@ -219,6 +231,19 @@ def _limits_of(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _summary(record: Mapping[str, Any]) -> str:
+    """The card's first sentences; they say at once if there is no privacy, or next to none."""
+    if not _is_private(record):
+        return "A test or debugging run of hf_dpgrape, **without any privacy**."
+    budget = f"(epsilon {_shown(record['epsilon'])}, delta {record['target_delta']:g})"
+    if warnings := _budget_warnings(record):
+        return (
+            f"Trained by the private mechanism of hf_dpgrape, but with {budget} for each example: "
+            f"**{' '.join(warnings)}**"
+        )
+    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for each example."
+
+
 def render_card(
     record: Mapping[str, Any],
     *,
@@ -242,19 +267,19 @@ def render_card(
         metadata: further fields of `ModelCardData` (license, language, tags ...).
     """
     metrics = metrics or {}
+    is_private = _is_private(record) and not _budget_warnings(record)
+    metadata["tags"] = [
+        *(["differential-privacy"] if is_private else []),
+        "dp-grape",
+        *(metadata.get("tags") or []),
+    ]
     data = _metadata(model_name, task, base_model, metrics, **metadata)
-    summary = (
-        f"Fine-tuned with differential privacy by hf_dpgrape: (epsilon "
-        f"{_shown(record['epsilon'])}, delta {record['target_delta']:g}) for each example."
-        if _is_private(record)
-        else "A test or debugging run of hf_dpgrape, **without any privacy**."
-    )
     card: ModelCard = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
         table=_table,
         title=model_name,
-        summary=summary,
+        summary=_summary(record),
         facts=privacy_facts(record),
         tuning=tuning_facts(record),
         dpmup=_dpmup_facts(record),
@@ -272,7 +297,6 @@ def _metadata(
     **fields: Any,
 ) -> ModelCardData:
     """What programs read at the top of the card."""
-    tags = ["differential-privacy", "dp-grape", *(fields.pop("tags", None) or [])]
     results = [
         EvalResult(
             task_type=task,
@@ -288,7 +312,6 @@ def _metadata(
         model_name=model_name,
         base_model=base_model,
         pipeline_tag=None if task == "other" else task,
-        tags=tags,
         eval_results=results or None,
         **fields,
     )

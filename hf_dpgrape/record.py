@@ -35,6 +35,7 @@ def privacy_record(
     steps_counted: int | None = None,
     counted_because: Sequence[str] = (),
     optimizer: Mapping[str, Any] | None = None,
+    example_unit: str = "one row of the training set",
     tuning: Mapping[str, Any] | None = None,
     raw_metrics_were_logged: bool = False,
     dpmup: Mapping[str, Any] | None = None,
@@ -51,6 +52,7 @@ def privacy_record(
             on the last step or on the one that is kept, all planned steps count.
         counted_because: why all planned steps count.
         optimizer: what the optimizer's state depends on beside the projection.
+        example_unit: what one example is, in words.
         tuning: other runs, and choices by validation data.
         raw_metrics_were_logged: whether anything was logged under `log_non_private_metrics`.
         dpmup: what was transferred from a narrow model, if anything.
@@ -66,7 +68,7 @@ def privacy_record(
             "pld": finite(plan.epsilon(counted, "pld")),
             "rdp": finite(plan.epsilon(counted, "rdp")),
         },
-        "unit_of_privacy": "one example of the training set",
+        "unit_of_privacy": example_unit,
         "sampling": "Poisson",
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
@@ -94,8 +96,10 @@ def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
     is_private = [t.get("validation_data_is_private") for t in (now, before)]
     chosen = [*before.get("chosen_by_validation_data", []), *now["chosen_by_validation_data"]]
     dpmup = record.get("dpmup") or earlier.get("dpmup")
+    units = dict.fromkeys((record["unit_of_privacy"], earlier["unit_of_privacy"]))
     return {
         **record,
+        "unit_of_privacy": "; in the part before, ".join(units),
         "projection": {
             **record["projection"],
             "randomness": FIXED if FIXED in randomness else randomness[-1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ from hf_dpgrape.subspace.projection import Projection
 from hf_dpgrape.synthetic import SyntheticExamples
 from hf_dpgrape.trainer_part import TrainerPart
 from hf_dpgrape.tuning import TellsEndsOfEpochs, TuningMixin
+
+logger = logging.getLogger(__name__)
 
 
 class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, TrainerPart):
@@ -104,13 +107,19 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             self.model.to(torch.bfloat16)
         show_epsilon(self, lambda step: self._told_ledger().epsilon(step))
         self.add_callback(TellsEndsOfEpochs(lambda: self._ledger))
-        if self.train_dataset is not None:
-            self._make_plan()
+        if self.train_dataset is not None and (warnings := self._make_plan().warnings()):
+            logger.warning("%s", " ".join(warnings))
 
     # ---- Before training -------------------------------------------------------------------
 
     def _make_plan(self) -> PrivacyPlan:
         """Checks model and data, and derives the plan from the arguments."""
+        if isinstance(self.train_dataset, dict):
+            raise ValueError(
+                "`train_dataset` must be one data set, got a dictionary of "
+                f"{len(self.train_dataset)} splits; pass the one to train on, as "
+                '`train_dataset["train"]`.'
+            )
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset) or not has_length(
             self.train_dataset
         ):
@@ -383,6 +392,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             steps_counted=ledger.steps_counted(),
             counted_because=ledger.reasons,
             optimizer=self._optimizer_facts,
+            example_unit=self.args.example_unit,
             tuning=self.tuning_record(),
             raw_metrics_were_logged=self._raw_metrics_were_logged
             or self.args.log_non_private_metrics,

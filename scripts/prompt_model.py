@@ -157,7 +157,8 @@ def encode_prompt(
     sentences = list(sentences)
     while True:
         texts = {f"sentence{i + 1}": text for i, text in enumerate(sentences)}
-        encoded = tokenizer(template.format(mask=tokenizer.mask_token, **texts))
+        # Not verbose, or a warning would tell the length of a text.
+        encoded = tokenizer(template.format(mask=tokenizer.mask_token, **texts), verbose=False)
         too_many = len(encoded["input_ids"]) - max_length
         if too_many <= 0:
             return {key: encoded[key] for key in ("input_ids", "attention_mask")}
@@ -165,7 +166,10 @@ def encode_prompt(
         if not sentences[longest]:
             sys.exit(f"The prompt alone has more than `--max_seq_length` {max_length} tokens.")
         spans = tokenizer(
-            sentences[longest], add_special_tokens=False, return_offsets_mapping=True
+            sentences[longest],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
         )["offset_mapping"]
         start = spans[-too_many][0] if too_many < len(spans) else 0
         sentences[longest] = sentences[longest][:start]

@@ -4,20 +4,19 @@
         --target_epsilon 3 --target_delta 1e-5 --output_dir runs/clm
     accelerate launch scripts/run_clm.py training_args/opt_6.7b_24gb.yaml --train_file train.jsonl
 
-One line or record is one example, and one example is what the guarantee protects. Texts are
-therefore cut at `block_size`, never joined: a block made of several records would hide how often
-each of them was used. Prompts and targets come from columns, or from templates over columns.
+One line or record is one example, and one example is what the guarantee protects. Texts are never
+joined: with blocks made of several records, one record would change them all. What is longer than
+`block_size` is cut off; with `--split_texts` it makes several examples, and the card says so.
+Prompts and targets come from columns, or from templates over columns.
 """
 
 import functools
 import math
-import re
 import sys
 from dataclasses import dataclass, field
-from string import Formatter
 
-import datasets
 import script_data
+from clm_data import IGNORED, DataArguments, tokenize
 from script_data import or_exit
 from transformers import (
     AutoConfig,
@@ -29,8 +28,6 @@ from transformers import (
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
 from hf_dpgrape.presets import parse_arguments
-
-IGNORED = -100
 
 
 @dataclass
@@ -53,53 +50,6 @@ class ModelArguments:
         default="float32",
         metadata={"help": "Of the loaded weights: float32 or bfloat16 (half the memory)."},
     )
-
-
-@dataclass
-class DataArguments(script_data.SourceArguments):
-    """Which data; a hub data set or local files."""
-
-    text_column: str = field(default="text", metadata={"help": "Column of whole texts."})
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "Column of prompts, on which there is no loss."}
-    )
-    target_column: str | None = field(default=None, metadata={"help": "Column of targets."})
-    prompt_template: str | None = field(
-        default=None,
-        metadata={"help": 'Prompt made of columns, as "Question: {question} Answer:".'},
-    )
-    target_template: str | None = field(
-        default=None, metadata={"help": 'Target made of columns, as " {answers[text][0]}".'}
-    )
-    block_size: int = field(
-        default=512, metadata={"help": "Tokens after which texts are cut, and prompts before."}
-    )
-
-
-def templates(data: DataArguments, split: datasets.Dataset) -> tuple[str, str]:
-    """How the columns make a prompt (maybe an empty one) and the text with the loss."""
-    prompt = data.prompt_template or (f"{{{data.prompt_column}}}" if data.prompt_column else "")
-    target = data.target_template or f"{{{data.target_column or data.text_column}}}"
-    parsed = [part for template in (prompt, target) for part in Formatter().parse(template)]
-    columns = [re.split(r"[.\[]", field)[0] for _, field, _, _ in parsed if field]
-    script_data.require_columns(split, columns)
-    return prompt, target
-
-
-def tokenize(split: datasets.Dataset, data: DataArguments, tokenizer) -> datasets.Dataset:
-    """Token ids and labels; prompts have no labels, and lose their beginning if too long."""
-    prompt, target = templates(data, split)
-
-    def encode(row: dict) -> dict:
-        before = tokenizer(prompt.format(**row))["input_ids"] if prompt else []
-        after = tokenizer(target.format(**row), add_special_tokens=not before)["input_ids"]
-        after = [*after, tokenizer.eos_token_id][: data.block_size]
-        before = before[max(0, len(before) + len(after) - data.block_size) :]
-        ids = before + after
-        labels = [IGNORED] * len(before) + after
-        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
-
-    return split.map(encode, remove_columns=split.column_names)
 
 
 def load_model(arguments: ModelArguments) -> tuple:
@@ -127,6 +77,9 @@ def main() -> None:
     splits = script_data.load_splits(data_args)
     model, tokenizer = load_model(model_args)
     splits = {kind: tokenize(split, data_args, tokenizer) for kind, split in splits.items()}
+    if data_args.split_texts:
+        size, whole = data_args.block_size, args.example_unit
+        args.example_unit = f"one block of {size} tokens out of {whole}, which may have several"
     trainer = DPGrapeTrainer(
         model=model,
         args=args,

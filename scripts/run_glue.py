@@ -4,8 +4,10 @@
         --target_epsilon 3 --target_delta 1e-5 --output_dir runs/sst2
     accelerate launch scripts/run_glue.py training_args/roberta_large/sst2_epsilon_2.yaml
 
-Real-valued labels make it a regression. With `--prompt_template`, words of a language model stand
-for the classes (`prompt_model.py`). One row is one example, which is what the guarantee protects.
+Real-valued labels make it a regression. Classes that no public list names are named by
+`--class_names`, for their names are saved with the model. With `--prompt_template`, words of a
+language model stand for the classes (`prompt_model.py`). One row is one example, which is what the
+guarantee protects.
 """
 
 import sys
@@ -42,7 +44,7 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments(script_data.SourceArguments):
+class DataArguments(script_data.LabeledArguments):
     """Which data: a GLUE task, another hub data set, or local files."""
 
     task_name: str | None = field(
@@ -57,7 +59,6 @@ class DataArguments(script_data.SourceArguments):
     sentence2_column: str | None = field(
         default=None, metadata={"help": "Default: the task's, or the second column of text."}
     )
-    label_column: str = field(default="label", metadata={"help": "Classes, or real numbers."})
     max_seq_length: int = field(default=128, metadata={"help": "Tokens after which it is cut."})
     train_samples_per_class: int | None = field(
         default=None, metadata={"help": script_data.FIRST_OF_EACH_CLASS}
@@ -86,7 +87,7 @@ def prepare(splits: dict, data: DataArguments, template: str | None, tokenizer) 
         prompt_model.check_template(template, len(columns))
     for split in splits.values():
         script_data.require_columns(split, [*columns, label])
-    names = None if data.task_name == "stsb" else script_data.label_names(train, label, known)
+    names = None if data.task_name == "stsb" else script_data.class_names(train, data, known)
 
     def encode(row: dict) -> dict:
         sentences = [row[column] or "" for column in columns]
@@ -99,7 +100,7 @@ def prepare(splits: dict, data: DataArguments, template: str | None, tokenizer) 
         if name == "train" and data.train_samples_per_class:
             labeled = script_data.first_per_class(labeled, data.train_samples_per_class)
         unused = [column for column in labeled.column_names if column != "labels"]
-        splits[name] = labeled.map(encode, remove_columns=unused)
+        splits[name] = script_data.mapped(labeled, encode, remove_columns=unused)
     return names
 
 

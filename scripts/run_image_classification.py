@@ -6,7 +6,8 @@
         training_args/vit_base/cifar10_epsilon_1.yaml --train_dir pictures/train
 
 Pictures come from the hub, from folders with one folder per class, or from parquet files with a
-column of images. One picture is one example, which is what the guarantee protects.
+column of images. One picture is one example, which is what the guarantee protects. Names of folders
+and values of labels are taken for private: with them, name the classes by `--class_names`.
 """
 
 import sys
@@ -56,7 +57,7 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments(script_data.SourceArguments):
+class DataArguments(script_data.LabeledArguments):
     """Which pictures, and where their classes are."""
 
     train_dir: str | None = field(
@@ -66,7 +67,6 @@ class DataArguments(script_data.SourceArguments):
     image_column: str | None = field(
         default=None, metadata={"help": "Default: the first column of images, or `image`."}
     )
-    label_column: str = field(default="label", metadata={"help": "Column of classes."})
 
 
 def prepare(split: datasets.Dataset, data: DataArguments, names, processor) -> datasets.Dataset:
@@ -75,10 +75,10 @@ def prepare(split: datasets.Dataset, data: DataArguments, names, processor) -> d
     column = data.image_column or (images or ["image"])[0]
     script_data.require_columns(split, [column, data.label_column])
     split = script_data.with_labels(split, data.label_column, names)
-    split = split.cast_column(column, datasets.Image())
+    split = split.cast_column(column, datasets.Image(decode=False))
 
     def transform(rows: dict) -> dict:
-        pictures = [picture.convert("RGB") for picture in rows[column]]
+        pictures = [script_data.decoded(picture).convert("RGB") for picture in rows[column]]
         pixels = processor(pictures, return_tensors="pt")["pixel_values"]
         return {"pixel_values": list(pixels), "labels": rows["labels"]}
 
@@ -112,7 +112,7 @@ def main() -> None:
     data.validation_file = data.validation_dir or data.validation_file
     splits = script_data.load_splits(data)
     script_data.require_columns(splits["train"], [data.label_column])
-    names = script_data.label_names(splits["train"], data.label_column)
+    names = script_data.class_names(splits["train"], data)
     if names is None:
         sys.exit(f"Expected classes in the column `{data.label_column}`, got real numbers.")
     config, checkpoint = load_config(model_args, names), model_args.model_name_or_path

@@ -1,9 +1,16 @@
-"""What the scripts share: data from the hub or files, labels, metrics, one-sentence errors."""
+"""What the scripts share: data from the hub or files, labels, metrics, one-sentence errors.
+
+What a record holds appears in no message and in no file that is saved. The names of columns belong
+to that (a file without a header has its first record there), and so do the values of labels: a
+class that one record alone has would tell of it. Class names are therefore given, or public.
+"""
 
 import csv
+import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,19 +44,19 @@ READERS = {
 }
 
 
-# The GLUE tasks: columns of text, and the order of the labels where files spell them out.
+# The GLUE tasks: columns of text, and the classes in their order; stsb has real numbers.
 _PAIR, _NLI = ["sentence1", "sentence2"], ["entailment", "not_entailment"]
 GLUE = "nyu-mll/glue"
 GLUE_TASKS: dict[str, tuple[list[str], list[str]]] = {
-    "cola": (["sentence"], []),
-    "sst2": (["sentence"], []),
-    "mrpc": (_PAIR, []),
+    "cola": (["sentence"], ["unacceptable", "acceptable"]),
+    "sst2": (["sentence"], ["negative", "positive"]),
+    "mrpc": (_PAIR, ["not_equivalent", "equivalent"]),
     "stsb": (_PAIR, []),
-    "qqp": (["question1", "question2"], []),
+    "qqp": (["question1", "question2"], ["not_duplicate", "duplicate"]),
     "mnli": (["premise", "hypothesis"], ["entailment", "neutral", "contradiction"]),
     "qnli": (["question", "sentence"], _NLI),
     "rte": (_PAIR, _NLI),
-    "wnli": (_PAIR, []),
+    "wnli": (_PAIR, ["not_entailment", "entailment"]),
 }
 
 
@@ -71,6 +78,21 @@ class SourceArguments:
     )
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "Evaluate on the first so many."}
+    )
+
+
+@dataclass
+class LabeledArguments(SourceArguments):
+    """The same, where the rows have labels."""
+
+    label_column: str = field(default="label", metadata={"help": "Classes, or real numbers."})
+    class_names: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of the classes, in their order, where no public list has them: they are "
+            "saved with the model, and are not taken from the rows. With pictures in folders, "
+            "`$(ls FOLDER)` if the folders' names are public."
+        },
     )
 
 
@@ -108,11 +130,35 @@ def read_file(path: str) -> datasets.Dataset:
     else:
         sys.exit(f"Expected a data file of type {', '.join(READERS)}, got {path}.")
     try:
-        return datasets.load_dataset(kind, split="train", **options)
-    except (DatasetGenerationError, OSError, ValueError) as error:  # may show a record
+        with silent_datasets():
+            return datasets.load_dataset(kind, split="train", **options)
+    except (DatasetGenerationError, OSError, TypeError, ValueError) as error:  # may show a record
         sys.exit(
             f"Expected rows of one shape in {path}, could not read it as {kind} "
             f"({type(error.__cause__ or error).__name__}); check its columns and separator."
+        )
+
+
+@contextmanager
+def silent_datasets() -> Iterator[None]:
+    """Keeps `datasets` from logging what it could not read, which would show a record."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def mapped(split: datasets.Dataset, encode: Callable[..., Any], **options: Any) -> datasets.Dataset:
+    """The encoded rows without their columns; one sentence if a row is not as the others."""
+    try:
+        return split.map(encode, **options)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        sys.exit(
+            "Expected rows that all have the texts that the arguments ask for, but one of them "
+            f"could not be encoded ({type(error).__name__}); check the columns and templates."
         )
 
 
@@ -142,11 +188,18 @@ def load_from_hub(source: SourceArguments) -> dict[str, datasets.Dataset]:
     name = source.dataset_name
 
     def load() -> datasets.DatasetDict:
-        return datasets.load_dataset(
-            name, source.dataset_config_name, revision=source.dataset_revision
-        )
+        with silent_datasets():
+            return datasets.load_dataset(
+                name, source.dataset_config_name, revision=source.dataset_revision
+            )
 
-    splits = dict(or_exit(load, "data set", name))
+    try:
+        splits = dict(or_exit(load, "data set", name))
+    except (DatasetGenerationError, TypeError, ValueError) as error:  # may show a record
+        sys.exit(
+            f"The data set `{name}` could not be read ({type(error.__cause__ or error).__name__}); "
+            "check `--dataset_config_name` and `--dataset_revision`."
+        )
     if "train" not in splits:
         sys.exit(f"Expected a split `train` in the data set `{name}`, found {sorted(splits)}.")
     if not any(split.startswith("validation") for split in splits) and "test" in splits:
@@ -160,11 +213,12 @@ def first(split: datasets.Dataset, limit: int | None) -> datasets.Dataset:
 
 
 def require_columns(split: datasets.Dataset, columns: Sequence[str]) -> None:
-    """Exits with a sentence if a column is missing."""
+    """Exits with a sentence if a column is missing; those that there are may be a record."""
     if missing := [column for column in columns if column not in split.column_names]:
         sys.exit(
-            f"Expected the columns {missing} in the data, found {split.column_names}; name yours "
-            "by the arguments that end in `_column`."
+            f"Expected the columns {missing} in the data, found {len(split.column_names)} others; "
+            "name yours by the arguments that end in `_column`, and give a file without a first "
+            "line of names such a line."
         )
 
 
@@ -173,53 +227,86 @@ def text_columns(split: datasets.Dataset, without: str) -> list[str]:
     kinds = {name: str(getattr(f, "dtype", "")) for name, f in split.features.items()}
     found = [name for name, kind in kinds.items() if "string" in kind and name != without]
     if not found:
-        sys.exit(f"Expected a column of text in the data, found {split.column_names}.")
+        sys.exit(
+            f"Expected a column of text in the data, found none in {len(kinds)} columns; name it "
+            "by `--sentence1_column`."
+        )
     return found[:2]
 
 
-def label_names(
-    split: datasets.Dataset, column: str, known: Sequence[str] = ()
+def class_names(
+    split: datasets.Dataset, data: LabeledArguments, known: Sequence[str] = ()
 ) -> list[str] | None:
-    """Names of the classes in their order, which are taken as public; None for real numbers.
+    """Names of the classes in their order; None for real numbers. No row is read for them.
 
     Args:
         split: the training rows.
-        column: where the labels are.
-        known: the order of the classes, if it is agreed on; otherwise they are sorted.
+        data: the column of labels, and names if they are given.
+        known: the classes, if it is agreed on what they are.
     """
-    feature = split.features[column]
-    if isinstance(feature, datasets.ClassLabel):
+    feature = split.features[data.label_column]
+    if data.class_names:
+        if len(set(data.class_names)) < len(data.class_names):
+            sys.exit(f"Expected different `--class_names`, got {data.class_names}.")
+        return list(data.class_names)
+    is_declared = split.builder_name != "imagefolder"  # names of folders may be anything
+    if isinstance(feature, datasets.ClassLabel) and is_declared:
         return list(feature.names)
-    if "float" in str(feature.dtype):
+    if known:
+        return list(known)
+    kind = str(getattr(feature, "dtype", ""))
+    if "float" in kind:
         return None
-    found = set(split.unique(column)) - {None}
-    return list(known) if found <= set(known) else [str(value) for value in sorted(found)]
+    if kind == "bool":
+        return ["False", "True"]
+    sys.exit(
+        f"Expected `--class_names`, the names of the classes in the column `{data.label_column}` "
+        "in their order (as `--class_names no yes`, or `0 1` for numbers): they are saved with the "
+        "model, so they are not taken from the training rows."
+    )
 
 
 def with_labels(split: datasets.Dataset, column: str, names: list[str] | None) -> datasets.Dataset:
     """The rows with a column `labels` of class numbers, or of real numbers if names is None.
 
+    Whole numbers stand for the classes in their order, unless the names are numbers themselves.
     Rows that their data set marks as unlabeled (class -1) are left out.
     """
     feature, values = split.features[column], list(split[column])
     if any(value is None or value != value for value in values):
         sys.exit(f"Expected a label in every row, but some of the column `{column}` are empty.")
+    kind = str(getattr(feature, "dtype", ""))
     if names is None:
+        if "float" not in kind and "int" not in kind:
+            sys.exit(f"Expected real numbers in the column `{column}`, found something else.")
         labels = [float(value) for value in values]
     else:
         if isinstance(feature, datasets.ClassLabel):
             values = [UNLABELED if value < 0 else feature.names[value] for value in values]
-        numbers = {name: number for number, name in enumerate(names)} | {UNLABELED: -1}
-        if unknown := {str(value) for value in values} - numbers.keys():
+        numbers: dict[str, int] = {UNLABELED: -1}
+        if "int" in kind and not any(name.lstrip("-").isdigit() for name in names):
+            numbers |= {str(number): number for number in range(len(names))}
+        numbers |= {name: number for number, name in enumerate(names)}
+        if not all(str(value) in numbers for value in values):
             sys.exit(
-                f"Expected labels from the training data ({', '.join(names)}) in the column "
-                f"`{column}`, found {len(unknown)} others."
+                f"Expected the classes {', '.join(names)} in the column `{column}`, found others; "
+                "name all of them by `--class_names`."
             )
         labels = [numbers[str(value)] for value in values]
     replaced = [name for name in (column, "labels") if name in split.column_names]
     labeled = split.remove_columns(replaced).add_column("labels", labels)
     kept = [row for row, label in enumerate(labels) if names is None or label >= 0]
     return labeled if len(kept) == len(labels) else labeled.select(kept)
+
+
+def decoded(picture: dict[str, Any] | None) -> Any:
+    """A picture out of its bytes or file; an error does not tell which one, names tell too much."""
+    try:
+        return datasets.Image().decode_example(picture)
+    except (OSError, TypeError, ValueError):
+        raise ValueError(
+            "Expected pictures in all rows, but one could not be read; check the files beforehand."
+        ) from None
 
 
 def first_per_class(split: datasets.Dataset, num_per_class: int) -> datasets.Dataset:

@@ -29,16 +29,16 @@ def budget(*flags: str, **changes: str | None) -> list[str]:
     return ["budget", *(word for pair in given for word in pair), *flags]
 
 
-def plan(accountant: str, **budget: float) -> PrivacyPlan:
-    return PrivacyPlan.calibrated(
-        num_examples=701,
-        expected_batch_size=90,
-        num_steps=planned_steps(701, 90, num_train_epochs=3),
-        l2_clip_norm=1.0,
-        target_delta=1e-4,
-        accountant=accountant,
-        **budget,
-    )
+def plan(accountant: str, **changes: Any) -> PrivacyPlan:
+    numbers: dict[str, Any] = {
+        "num_examples": 701,
+        "expected_batch_size": 90,
+        "num_steps": planned_steps(701, 90, num_train_epochs=3),
+        "l2_clip_norm": 1.0,
+        "target_delta": 1e-4,
+        "accountant": accountant,
+    }
+    return PrivacyPlan.calibrated(**{**numbers, **changes})
 
 
 def test_budget_from_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,9 +90,44 @@ def test_budget_tables(capsys: pytest.CaptureFixture[str]) -> None:
     sigma = plan("pld", target_epsilon=2.3).noise_multiplier
     for text in ("24 (8 per epoch)", f"{sigma:.6g}", "PLD", "RDP", "0.128388"):
         assert text in out
-    assert "delta is not below" not in out
+    assert "Warning" not in out
     assert main(budget(target_delta="0.01")) == 0
-    assert "delta is not below 1 / num_examples = 0.0014" in capsys.readouterr().out
+    (warning,) = plan("pld", target_epsilon=2.3, target_delta=0.01).warnings()
+    assert f"Warning: {warning}" in " ".join(capsys.readouterr().out.split())
+    assert main(budget("--json", target_epsilon="30")) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("Epsilon 30 is above 20")
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({"num_train_epochs": "1e9"}, 2.3),
+        ({"num_train_epochs": None, "max_steps": "1000000"}, 2.3),
+        ({"num_train_epochs": None, "max_steps": "1000000", "target_epsilon": "0.01"}, 0.01),
+        ({"target_epsilon": "1000"}, 1000.0),
+        ({"expected_batch_size": "701", "max_steps": "1000", "num_train_epochs": None}, 2.3),
+        ({"num_examples": "1", "expected_batch_size": "1"}, 2.3),
+    ],
+)
+def test_extreme_budgets_end_and_keep_their_target(
+    capsys: pytest.CaptureFixture[str], changes: dict[str, str | None], target: float
+) -> None:
+    assert main(budget("--json", **changes)) == 0
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    assert output.err == "" and all(0 < spent <= target for spent in report["epsilon"].values())
+    spent = [epoch["epsilon"]["pld"] for epoch in report["epochs"]]
+    assert spent == sorted(spent)
+
+
+def test_an_epsilon_whose_exponential_overflows_is_still_bounded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = {"expected_batch_size": "701", "num_train_epochs": None, "max_steps": "100000"}
+    assert main(budget("--json", target_epsilon="1000", **whole)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all(epoch["epsilon"]["pld"] <= 1100 for epoch in report["epochs"])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +140,8 @@ def test_budget_tables(capsys: pytest.CaptureFixture[str]) -> None:
         ({"expected_batch_size": "702"}, "between 1 and the 701 training examples, got 702"),
         ({"expected_batch_size": "0"}, "between 1 and the 701 training examples, got 0"),
         ({"num_examples": "0"}, "between 1 and the 0 training examples"),
+        ({"num_train_epochs": "1e308"}, "`num_train_epochs` must be positive and finite"),
+        ({"num_train_epochs": "1e20"}, "`num_steps` must be at most 1,000,000,000,000"),
         ({"num_train_epochs": "0"}, "`num_train_epochs` must be positive"),
         ({"num_train_epochs": None, "max_steps": "0"}, "`max_steps` must be one or more, got 0"),
         ({"noise_multiplier": "1"}, "exactly one of `target_epsilon` .*, got both"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_dpgrape.model_card import last_evaluation, render_card
+from hf_dpgrape.model_card import last_evaluation, privacy_facts, render_card
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.record import counts_in_full, privacy_record, with_earlier_part
 
@@ -50,7 +50,7 @@ def test_facts_for_an_auditor() -> None:
     for row in (
         f"| epsilon | **{p.epsilon():.4g}** at delta 0.0001 |",
         f"PLD {p.epsilon(24, 'pld'):.4g}, RDP {p.epsilon(24, 'rdp'):.4g} |",
-        "| unit of privacy | one example of the training set |",
+        "| unit of privacy | one row of the training set |",
         "| neighboring relation | add or remove one |",
         "| sampling | Poisson, probability 0.128388 |",
         "| steps | 24 of 24 planned |",
@@ -108,6 +108,39 @@ def test_runs_without_privacy_say_so() -> None:
         assert "It gives no privacy at all." in text
     assert "Raw training losses or metrics were logged" in card(
         record(raw_metrics_were_logged=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"noise_multiplier": 0.3}, "is above 20, a bound so loose that it promises next to"),
+        ({"target_delta": 0.3}, "**Delta 0.3 is not below 1 / num_examples = 0.0014; at that size"),
+    ],
+)
+def test_a_budget_that_means_little_is_said_at_once(changes: dict[str, Any], says: str) -> None:
+    """One function decides for the card, the report's table and the trainer."""
+    of = plan(**changes)
+    (sentence,) = of.warnings()
+    text = card(record(plan=of), tags=["mine"])
+    assert says in text and f": **{sentence}**" in text.split("## Privacy")[0]
+    assert ("what this budget is worth", sentence) in privacy_facts(record(plan=of))
+    assert "with differential privacy" not in text
+    tags = yaml.safe_load(text.split("---")[1])["tags"]
+    assert tags == ["dp-grape", "mine"]
+    assert plan().warnings() == () and "what this budget" not in card(record())
+    assert "Fine-tuned with differential privacy" in card(record())
+
+
+def test_what_one_example_is() -> None:
+    of = record(example_unit="one e-mail")
+    assert of["unit_of_privacy"] == "one e-mail"
+    assert "| unit of privacy | one e-mail |" in card(of)
+    assert (
+        with_earlier_part({**of, "tuning": {"chosen_by_validation_data": []}}, record())[
+            "unit_of_privacy"
+        ]
+        == "one e-mail; in the part before, one row of the training set"
     )
 
 

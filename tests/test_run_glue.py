@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -87,11 +88,12 @@ def test_pair_of_a_task_from_tsv(
 
 
 def test_one_sentence_with_named_columns(run_glue: RunGlue, tmp_path: Path) -> None:
-    given = {"sentence1_column": "sentence2", "label_column": "number"}
+    given = {"sentence1_column": "sentence2", "label_column": "number", "class_names": [0, 1, 2]}
     record, scores = run_glue("csv", train_samples_per_class=5, max_seq_length=4, **given)
     assert record["plan"]["num_examples"] == 15
     assert set(scores) >= {"eval_accuracy", "eval_loss"}
     assert labels_of(tmp_path / "out") == ["0", "1", "2"]
+    assert record["unit_of_privacy"] == "one row of the training set"
 
 
 @pytest.mark.parametrize("task", ["stsb", None])
@@ -257,11 +259,12 @@ def test_long_prompts_lose_text_not_the_mask(prompt_model: Any, tmp_path: Path) 
         shown("a", "b", 2)
 
 
+RTE = {"task_name": "rte"}
 WRONG = {
     "task": ({"task_name": "sst"}, r"Expected a `--task_name` of cola, .* got sst\."),
     "file": ({"train_file": "none.csv"}, r"found nothing at none\.csv"),
     "type": ({"train_file": str(ROOT / "LICENSE")}, r"of type txt, csv, .* got .*LICENSE"),
-    "column": ({"sentence1_column": "text"}, r"Expected the columns \['text'\] .* found \['idx'"),
+    "column": ({"sentence1_column": "text"}, r"Expected the columns \['text'\] .* found 6 others"),
     "label": ({"label_column": "class"}, r"Expected the columns \['class'\]"),
     "model": ({"model_name_or_path": "nobody/none"}, r"The model `nobody/none` is no local folder"),
     "no data": ({"train_file": None}, r"Expected `--train_file` or the hub name .* got neither"),
@@ -271,16 +274,16 @@ WRONG = {
         r"\(\w+\); download it elsewhere",
     ),
     "words": (
-        {"prompt_template": "{sentence1} {sentence2} {mask}", "label_words": ["y"]},
+        {"prompt_template": "{sentence1} {sentence2} {mask}", "label_words": ["y"], **RTE},
         r"one of `--label_words` for each class \(\['entailment', 'not_entailment'\]\)",
     ),
     "unknown word": (
-        {"prompt_template": "{sentence1} {sentence2} s", "label_words": ["y", "great"]},
+        {"prompt_template": "{sentence1} {sentence2} s", "label_words": ["y", "great"], **RTE},
         r"of one known token each, all different, .* great will not do",
     ),
     "template": ({"prompt_template": "{text} {mask}"}, r"with \['sentence1', 'sentence2'\] and"),
     "no mask": (
-        {"prompt_template": "{sentence1} {sentence2} {mask}", "label_words": ["y", "n"]},
+        {"prompt_template": "{sentence1} {sentence2} {mask}", "label_words": ["y", "n"], **RTE},
         r"has no mask; end the prompt where the word comes",
     ),
 }
@@ -297,18 +300,158 @@ def test_wrong_input_is_one_sentence(
 
 
 def test_missing_and_unknown_labels(run_glue: RunGlue, tmp_path: Path) -> None:
-    """The sentence counts kinds of labels, and shows no record."""
     made = rows()
     file = write(tmp_path / "other.json", {**made, "label": ["maybe", "entailment"] * 12})
-    with pytest.raises(SystemExit, match=r"entailment, not_entailment\) .* found 1 others"):
-        run_glue("json", validation_file=file)
+    with pytest.raises(SystemExit, match=r"classes entailment, not_entailment in .* found others"):
+        run_glue("json", validation_file=file, **RTE)
     with pytest.raises(SystemExit, match=r"Expected a label in every row"):
-        run_glue("json", {**made, "label": ["entailment", None] * 12})
-    ragged = tmp_path / "ragged.csv"
-    ragged.write_text("sentence1,label\na,1\nsecret,words,more,0\n")
-    with pytest.raises(SystemExit, match=r"Expected rows of one shape") as exit_:
-        run_glue("json", train_file=str(ragged))
-    assert "secret" not in str(exit_.value)
+        run_glue("json", {**made, "label": ["entailment", None] * 12}, **RTE)
+    with pytest.raises(SystemExit, match=r"Expected different `--class_names`, got \['a', 'a'\]"):
+        run_glue("json", class_names=["a", "a"])
+
+
+# ---- What a record holds stays in the process ------------------------------------------------
+
+MARKER = "zqxsecret"
+
+
+def marked(num: int = 24) -> dict[str, list[Any]]:
+    """Rows in which every text is a record's own."""
+    made = rows(num)
+    for column in ("sentence1", "sentence2"):
+        made[column] = [f"{MARKER}{i} {text}" for i, text in enumerate(made[column])]
+    return made
+
+
+def said_and_written(tmp_path: Path, capfd: pytest.CaptureFixture[str], log: str) -> str:
+    """All that left the process: both streams, the logs, names and contents of the files."""
+    streams, folder = capfd.readouterr(), tmp_path / "out"
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    written = [path.read_bytes().decode("latin-1") for path in files]
+    return "\n".join([streams.out, streams.err, log, *map(str, files), *written])
+
+
+def headless(tmp_path: Path) -> str:
+    """A CSV file whose first line is a record."""
+    made = marked()
+    names = ("sentence1", "sentence2", "label")
+    lines = [",".join(row) for row in zip(*(made[name] for name in names), strict=True)]
+    (tmp_path / "headless.csv").write_text("\n".join(line.replace('"', "") for line in lines))
+    return str(tmp_path / "headless.csv")
+
+
+def ragged(tmp_path: Path) -> str:
+    (tmp_path / "ragged.csv").write_text(f"sentence1,label\na,1\n{MARKER},words,{MARKER},0\n")
+    return str(tmp_path / "ragged.csv")
+
+
+def mixed(tmp_path: Path) -> str:
+    """Rows that are texts first and then something else."""
+    lines = [{"sentence1": "a", "label": 0}, {"sentence1": {MARKER: MARKER}, "label": 1}]
+    (tmp_path / "mixed.json").write_text("\n".join(map(json.dumps, lines)))
+    return str(tmp_path / "mixed.json")
+
+
+LEAKS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "texts as labels": (None, {"label_column": "sentence2"}, r"Expected `--class_names`"),
+    "texts as labels, validation": (
+        None,
+        {"label_column": "sentence2", "task_name": "rte"},
+        r"Expected the classes entailment, not_entailment in the column `sentence2`, found others",
+    ),
+    "texts as real numbers": (
+        None,
+        {"label_column": "sentence2", "task_name": "stsb"},
+        r"Expected real numbers in the column `sentence2`, found something else",
+    ),
+    "no header": (headless, {}, r"Expected the columns \['label'\] in the data, found 3 others"),
+    "more fields": (ragged, {}, r"Expected rows of one shape"),
+    "other kinds": (mixed, {}, r"Expected a column of text in the data, found none in 2 columns"),
+    "numbers as texts": (
+        None,
+        {"sentence1_column": "idx", "task_name": "rte"},
+        r"one of them could not be encoded \(\w+\); check the columns",
+    ),
+    "long prompt": (
+        None,
+        {"prompt_template": "{sentence1} {sentence2} s", "label_words": ["y", "n"], **RTE}
+        | {"max_seq_length": 0},
+        r"The prompt alone has more than",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEAKS)
+@pytest.mark.parametrize("has_validation", [True, False], ids=["validated", "train alone"])
+def test_no_message_shows_a_record(
+    run_glue: RunGlue,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    case: str,
+    has_validation: bool,
+) -> None:
+    make, arguments, sentence = LEAKS[case]
+    if make is not None:
+        arguments = {**arguments, "train_file": make(tmp_path)}
+    if not has_validation:
+        arguments = {**arguments, "validation_file": None}
+    capfd.readouterr()
+    with pytest.raises(SystemExit, match=sentence) as exit_:
+        run_glue("json", marked(), **arguments)
+    left = said_and_written(tmp_path, capfd, caplog.text)
+    assert MARKER not in left + str(exit_.value) and "\n" not in str(exit_.value)
+
+
+def test_a_right_run_shows_no_record(
+    run_glue: RunGlue,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Texts of which one is longer than the model takes; the files are read in full."""
+    made = {**marked(), "kind": [("no", "yes")[i % 2] for i in range(24)]}
+    made["sentence1"][5] += " a" * 200
+    given = {"label_column": "kind", "class_names": ["yes", "no"]}
+    run_glue("csv", made, logging_steps=1, log_level="info", max_seq_length=16, **given)
+    left = said_and_written(tmp_path, capfd, caplog.text)
+    assert '"epsilon"' in left and "tokenizer.json" in left  # the power of this test
+    assert MARKER not in left
+    assert labels_of(tmp_path / "out") == ["yes", "no"]
+
+
+def test_lengths_of_prompts_are_not_told(
+    prompt_model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(save_model(tmp_path / "m", "roberta", MASKED))
+    tokenizer.model_max_length = 5
+    transformers_logger = logging.getLogger("transformers")
+    transformers_logger.addHandler(caplog.handler)
+    try:
+        tokenizer("a " * 7)  # says so, once
+        assert "Token indices sequence length" in caplog.text
+        caplog.clear()
+        tokenizer.deprecation_warnings.clear()
+        prompt_model.encode_prompt(["a " * 9], "{sentence1} {mask}", tokenizer, 4)
+        assert "Token indices" not in caplog.text
+    finally:
+        transformers_logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "names"),
+    [
+        ("sst2", [0, 1], ["negative", "positive"]),
+        (None, [False, True], ["False", "True"]),
+    ],
+)
+def test_public_names_of_classes(
+    run_glue: RunGlue, tmp_path: Path, task: str | None, labels: list[Any], names: list[str]
+) -> None:
+    """A task's numbers stand for its classes in their order."""
+    made = {"sentence": rows()["sentence1"], "label": labels * 12}
+    run_glue("json", made, task_name=task)
+    assert labels_of(tmp_path / "out") == names
 
 
 @pytest.mark.slow

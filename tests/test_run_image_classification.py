@@ -56,7 +56,9 @@ def test_from_scratch_on_folders(
 ) -> None:
     """Validation folders that lack a class keep the numbers of the others."""
     train, validation = folder(tmp_path / "t"), folder(tmp_path / "v", ("bee", "cow"))
-    record, scores = run_images(train_dir=train, validation_dir=validation, max_train_samples=16)
+    record, scores = run_images(
+        train_dir=train, validation_dir=validation, max_train_samples=16, class_names=[*CLASSES]
+    )
     assert record["plan"]["num_examples"] == 16
     assert scores["eval_accuracy"] in {i / 12 for i in range(13)}
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
@@ -85,6 +87,7 @@ def test_fine_tuning_on_parquet(run_images: RunImages, tmp_path: Path) -> None:
         json.dumps({"image_processor_type": "ViTImageProcessor", "size": 12})
     )
     given = {"train_file": file, "validation_file": file, "label_column": "fine"}
+    given |= {"class_names": ["left", "right"]}
     given |= {"model_name_or_path": str(checkpoint), "head_learning_rate": 0.1}
     _, scores = run_images(**given, config_overrides=None)
     assert "eval_accuracy" in scores
@@ -101,8 +104,13 @@ WRONG = {
     ),
     "type": ({"model_type": "vitt"}, r"Expected a `--model_type` such as vit, .* got vitt"),
     "model": ({"model_name_or_path": "nobody/none"}, r"The model `nobody/none` is no local"),
-    "label": ({"label_column": "class"}, r"Expected the columns \['class'\] .*\['image', 'label'"),
-    "image": ({"image_column": "photo"}, r"Expected the columns \['photo'\]"),
+    "label": ({"label_column": "class"}, r"Expected the columns \['class'\] .* 2 others"),
+    "names": ({}, r"Expected `--class_names`, .* not taken from the training rows"),
+    "other names": ({"class_names": ["ant", "bee"]}, r"the classes ant, bee .* found others"),
+    "image": (
+        {"image_column": "photo"},
+        r"Expected the columns \['photo'\]",
+    ),
 }
 
 
@@ -110,7 +118,9 @@ WRONG = {
 def test_wrong_input_is_one_sentence(run_images: RunImages, tmp_path: Path, case: str) -> None:
     arguments, sentence = WRONG[case]
     needs_none = case in ("folder", "no data", "no network")
-    data = {} if needs_none else {"train_dir": folder(tmp_path / "t", num=2)}
+    data: dict[str, Any] = {} if needs_none else {"train_dir": folder(tmp_path / "t", num=2)}
+    if case not in ("names", "other names"):
+        data["class_names"] = [*CLASSES]
     with pytest.raises(SystemExit, match=sentence) as exit_:
         run_images(**{**data, **arguments})
     assert "\n" not in str(exit_.value)
@@ -125,3 +135,23 @@ def test_numbers_and_empty_folders_are_refused(run_images: RunImages, tmp_path: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"could not read it as imagefolder"):
         run_images(train_dir=str(tmp_path / "empty"))
+
+
+def test_names_of_folders_and_files_are_not_shown(
+    run_images: RunImages, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A folder may be named for a person, and a file, too."""
+    train = folder(tmp_path / "t", ("ant", "zqxsecret"), num=4)
+    for names in ({}, {"class_names": ["ant", "bee"]}):
+        with pytest.raises(SystemExit) as exit_:
+            run_images(train_dir=train, **names)
+        assert "zqxsecret" not in str(exit_.value)
+    train = folder(tmp_path / "u", ("ant", "bee"), num=1)
+    for name in ("ant", "bee"):
+        (tmp_path / "u" / name / "zqxsecret.png").write_bytes(b"no picture")
+    given = {"expected_batch_size": 4, "class_names": ["ant", "bee"]}
+    with pytest.raises(ValueError, match=r"Expected pictures in all rows, but one") as raised:
+        run_images(train_dir=train, **given)
+    assert "zqxsecret" not in str(raised.value) and raised.value.__suppress_context__
+    streams = capfd.readouterr()
+    assert "zqxsecret" not in streams.out + streams.err

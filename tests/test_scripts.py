@@ -130,6 +130,139 @@ def test_prompts_and_targets_from_templates(
         script["tokenize"](datasets.Dataset.from_dict(rows), data, tokenizer)
 
 
+def rows_of(
+    texts: list[str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Any:
+    """What `run_clm.py` makes of some texts."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = runpy.run_path(str(ROOT / "scripts" / "run_clm.py"), run_name="imported")
+    data = script["DataArguments"](block_size=4, **options)
+    return script["tokenize"](datasets.Dataset.from_dict({"text": texts}), data, tokenizer)
+
+
+@pytest.mark.parametrize("split_texts", [False, True])
+def test_no_text_moves_the_blocks_of_another(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, split_texts: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    texts = ["a b c", "d e f g h i", "j"]
+    found = rows_of(texts, tokenizer, monkeypatch, split_texts=split_texts)
+    shown = [tokenizer.decode(ids) for ids in found["input_ids"]]
+    rest = ["h i <eos>"] if split_texts else []
+    assert shown == ["a b c <eos>", "d e f g", *rest, "j <eos>"]
+    assert [list(labels) for labels in found["labels"]] == [list(i) for i in found["input_ids"]]
+    longer = rows_of(["x y", *texts], tokenizer, monkeypatch, split_texts=split_texts)
+    assert longer["input_ids"][1:] == found["input_ids"][:]
+
+
+def test_blocks_of_a_text_are_named_on_record_and_card(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = tmp_path / "train.txt"
+    train.write_text("\n".join(" ".join(WORDS) for _ in range(10)) + "\n")
+    given = {"model_name_or_path": str(model_folder), "train_file": str(train)}
+    given |= {"validation_file": str(train), "block_size": 10, "example_unit": "one letter"}
+    words = command_line(given, tmp_path)
+    run("run_clm.py", [*words, "--split_texts"], monkeypatch, tmp_path)
+    record, _ = results(tmp_path)
+    unit = "one block of 10 tokens out of one letter, which may have several"
+    assert record["unit_of_privacy"] == unit and record["plan"]["num_examples"] == 30
+    assert f"| unit of privacy | {unit} |" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(SystemExit, match="whole texts for `--split_texts`, got prompts"):
+        more = ["--split_texts", "--prompt_column", "text"]
+        run("run_clm.py", [*words, *more], monkeypatch, tmp_path)
+
+
+def test_documented_grouping_keeps_texts_apart() -> None:
+    """The functions of docs/existing_code.md; in the official one, a text moves all blocks."""
+    text = (ROOT / "docs" / "existing_code.md").read_text()
+    blocks = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "group_texts" in b]
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
+    wanted = [[texts[0], [4, 5, 6, 7], [10]], [texts[0], [4, 5, 6, 7], [8, 9], [10]]]
+    for block, want in zip(blocks, wanted, strict=True):
+        namespace: dict[str, Any] = {"block_size": 4}
+        exec(block, namespace)
+        found = namespace["group_texts"]({"input_ids": texts})
+        assert found == {"input_ids": want, "labels": want}
+        longer = namespace["group_texts"]({"input_ids": [[0, 0], *texts]})
+        assert longer["input_ids"][1:] == want
+
+    def official(texts: list[list[int]]) -> list[list[int]]:
+        joined = [token for text in texts for token in text]
+        return [joined[i : i + 4] for i in range(0, len(joined) // 4 * 4, 4)]
+
+    before, after = official(texts), official([[0, 0], *texts])
+    assert not any(block in after for block in before)
+
+
+MARKER = "zqxsecret"
+
+CLM_LEAKS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no header": ("csv", {}, r"Expected the columns \['text'\] in the data, found 2 others"),
+    "field of a text": (
+        "jsonl",
+        {"target_template": "{said[answer]}"},
+        r"one of them could not be encoded \(TypeError\)",
+    ),
+    "part that a list has not": (
+        "jsonl",
+        {"target_template": "{list[1]}"},
+        r"one of them could not be encoded \(IndexError\)",
+    ),
+    "as a number": (
+        "jsonl",
+        {"target_template": "{said:.3f}"},
+        r"one of them could not be encoded \(ValueError\)",
+    ),
+    "broken line": ("json", {}, r"Expected rows of one shape"),
+}
+
+
+@pytest.mark.parametrize("case", CLM_LEAKS)
+def test_no_message_of_run_clm_shows_a_record(
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    case: str,
+) -> None:
+    kind, arguments, sentence = CLM_LEAKS[case]
+    line = json.dumps({"said": f"{MARKER} a", "list": [MARKER]})
+    lines = {"csv": f"{MARKER} a,b\nc,d\n", "jsonl": f"{line}\n" * 4}
+    (tmp_path / f"train.{kind}").write_text(lines.get(kind, f"{line}\n{MARKER}"))
+    given = {"train_file": str(tmp_path / f"train.{kind}"), **arguments}
+    words = command_line({"model_name_or_path": str(model_folder), **given}, tmp_path)
+    with pytest.raises(SystemExit, match=sentence) as exit_:
+        run("run_clm.py", words, monkeypatch, tmp_path)
+    streams = capfd.readouterr()
+    assert MARKER not in streams.out + streams.err + caplog.text + str(exit_.value)
+
+
+def test_run_clm_leaves_no_text_behind(
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither a text nor how long one is, of which transformers warns."""
+    train = tmp_path / "train.txt"
+    train.write_text("\n".join(f"{MARKER}{i} a b" + " c" * (90 * (i == 3)) for i in range(20)))
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.model_max_length = 16
+    tokenizer.save_pretrained(model_folder)
+    given = {"model_name_or_path": str(model_folder), "train_file": str(train), "block_size": 8}
+    given |= {"validation_file": str(train), "logging_steps": 1}
+    run("run_clm.py", command_line(given, tmp_path), monkeypatch, tmp_path)
+    streams = capfd.readouterr()
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    written = [path.read_bytes().decode("latin-1") for path in files]
+    left = "\n".join([streams.out, streams.err, caplog.text, *written])
+    assert '"epsilon"' in left and MARKER not in left
+    assert "longer than the specified maximum" not in left
+
+
 def test_run_clm_says_what_is_missing(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

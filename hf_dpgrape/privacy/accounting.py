@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, get_args
 
 import dp_accounting
+import numpy as np
 import scipy.optimize
 from dp_accounting import pld, rdp
 
@@ -29,6 +30,13 @@ _LEAST_NOISE, _MOST_NOISE = 0.01, 2.0**20
 
 #: Grid points per standard deviation of one step's privacy loss, and on the whole grid.
 _POINTS_PER_STDDEV, _MAX_POINTS = 64, 2**18
+
+#: Steps beyond which the PLD accountant answers by the Renyi bound: rounding in its convolutions
+#: grows with the steps, and dp-accounting computes (points of one step) ** steps as an integer.
+_MOST_PLD_STEPS = 100_000
+
+#: Beyond any run; what follows stays within floating-point numbers.
+_MOST_STEPS = 10**12
 
 
 #: A run as the accountants see it: noise multiplier, sampling probability, number of steps.
@@ -82,6 +90,8 @@ def _check(sampling_prob: float, num_steps: int, delta: float, accountant: str) 
         raise ValueError(f"`sampling_prob` must be above 0 and at most 1, got {sampling_prob}.")
     if num_steps < 0:
         raise ValueError(f"`num_steps` must be zero or more, got {num_steps}.")
+    if num_steps > _MOST_STEPS:
+        raise ValueError(f"`num_steps` must be at most {_MOST_STEPS:,}; plan a shorter run.")
     if not 0 < delta < 1:
         raise ValueError(
             f"`target_delta` must be between 0 and 1, got {delta}; choose it below "
@@ -91,16 +101,17 @@ def _check(sampling_prob: float, num_steps: int, delta: float, accountant: str) 
 
 
 @contextlib.contextmanager
-def _without_order_warnings() -> Iterator[None]:
-    """Silences dp-accounting's note on each Renyi order that it leaves out of its minimum.
+def _without_warnings() -> Iterator[None]:
+    """Silences dp-accounting's notes on Renyi orders that it leaves out, and on overflow.
 
-    Leaving orders out can only make the bound looser.
+    Leaving orders out can only make the bound looser; overflow makes it infinite.
     """
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with np.errstate(over="ignore"):
+            yield
     finally:
         logger.setLevel(level)
 
@@ -117,18 +128,24 @@ def epsilon(
     """Epsilon of `num_steps` Poisson-sampled Gaussian releases, add-or-remove-one neighbors.
 
     Guarantees:
-        An upper bound, non-decreasing in `num_steps`; 0 for no steps, and infinite for a noise
-        multiplier below 0.01.
+        An upper bound, non-decreasing in `num_steps` (up to an epsilon of 700); 0 for no steps,
+        and infinite for a noise multiplier below 0.01.
 
     Args:
         noise_multiplier: noise standard deviation over sensitivity.
         sampling_prob: probability with which each example enters a step.
         num_steps: number of releases.
         delta: the delta of the (epsilon, delta) statement.
-        accountant: "pld" or "rdp".
+        accountant: "pld" (which beyond 100,000 steps is the Renyi bound as well) or "rdp".
     """
-    run = (noise_multiplier, sampling_prob, num_steps)
-    return composed_epsilon((run,), delta=delta, accountant=accountant)
+    steps = (num_steps, min(num_steps, _MOST_PLD_STEPS)) if accountant == "pld" else (num_steps,)
+    # Not below what the tighter accountant said of fewer steps.
+    return max(
+        composed_epsilon(
+            ((noise_multiplier, sampling_prob, count),), delta=delta, accountant=accountant
+        )
+        for count in set(steps)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,13 +172,18 @@ def composed_epsilon(
         return 0.0
     if min(sigma for sigma, _, _ in runs) < _LEAST_NOISE:
         return math.inf
+    if sum(steps for _, _, steps in runs) > _MOST_PLD_STEPS:
+        accountant = "rdp"
     fresh = _fresh(accountant, _grid_interval(runs))
-    with _without_order_warnings():
+    with _without_warnings():
         for sigma, q, steps in runs:
             release = dp_accounting.GaussianDpEvent(sigma)
             event = dp_accounting.PoissonSampledDpEvent(q, release)
             fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
-        return float(fresh.get_epsilon(delta))
+        found = float(fresh.get_epsilon(delta))
+    if math.isinf(found) and accountant == "pld":  # exp(epsilon) overflows
+        return composed_epsilon(runs, delta=delta, accountant="rdp")
+    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,6 +23,8 @@ LOSS = "loss"
 #: underflow below 2^-126, so the norm of 2^33 entries is known up to 2^-46.5 or 1e-14, which must be
 #: little beside the bound. Sums over all examples and their squares must not overflow at 3e38.
 CLIP_NORMS = (1e-12, 1e12)
+#: Epsilon above which a warning is due: the bound on odds is then beyond 4e8 to 1.
+_MOST_MEANINGFUL_EPSILON = 20.0
 
 
 def require_one_budget(target_epsilon: float | None, noise_multiplier: float | None) -> None:
@@ -60,12 +62,32 @@ def planned_steps(
     per_epoch = steps_per_epoch(num_examples, expected_batch_size)
     if max_steps > 0:
         return max_steps
-    if not num_train_epochs > 0 or math.isinf(num_train_epochs):
+    if not num_train_epochs > 0 or math.isinf(num_train_epochs * per_epoch):
         raise ValueError(
             f"`num_train_epochs` must be positive and finite, got {num_train_epochs}; or set "
             "`max_steps`."
         )
     return math.ceil(num_train_epochs * per_epoch)
+
+
+def budget_warnings(*, epsilon: float, target_delta: float, num_examples: int) -> tuple[str, ...]:
+    """One sentence for each way in which an (epsilon, delta) says little about a training set.
+
+    >>> budget_warnings(epsilon=3.0, target_delta=1e-5, num_examples=60_000)
+    ()
+    """
+    found = []
+    if epsilon > _MOST_MEANINGFUL_EPSILON:
+        found.append(
+            f"Epsilon {epsilon:.4g} is above {_MOST_MEANINGFUL_EPSILON:g}, a bound so loose that "
+            "it promises next to nothing."
+        )
+    if target_delta >= 1 / num_examples:
+        found.append(
+            f"Delta {target_delta:g} is not below 1 / num_examples = {1 / num_examples:.2g}; at "
+            "that size, publishing one random record outright would qualify."
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +290,14 @@ class PrivacyPlan:
             num_steps=self.num_steps if steps_done is None else steps_done,
             delta=self.target_delta,
             accountant=accountant or self.accountant,
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the whole run's budget say little; nothing if it is a sound one."""
+        return budget_warnings(
+            epsilon=self.epsilon(),
+            target_delta=self.target_delta,
+            num_examples=self.num_examples,
         )
 
     def to_dict(self) -> dict[str, Any]:
