@@ -150,6 +150,20 @@ def refuse_what_a_launcher_set(args: TrainingArguments) -> None:
             )
 
 
+def refuse_against_dpmup(clipping: str, head_clip_share: float | None) -> None:
+    """What the derivation of DP-muP's rules takes for granted."""
+    if clipping != "automatic":
+        raise ValueError(
+            "`dpmup_base_model` needs `clipping=automatic`, at the proxy too: its rules hold a "
+            f"layer's signal at its share of the clip norm, got `clipping={clipping}`."
+        )
+    if head_clip_share is not None:
+        raise ValueError(
+            "`dpmup_base_model` sets every layer's share of the clip norm; leave out "
+            f"`head_clip_share`, got {head_clip_share}."
+        )
+
+
 def _word(option: object) -> str:
     """A choice as the user writes it; transformers keeps some as members of an enumeration."""
     return str(getattr(option, "value", option))

@@ -47,6 +47,21 @@ class SecretSource:
         return generator
 
 
+def reseed_global_(source: SecretSource) -> None:
+    """Seeds the global generators (Python, NumPy, torch on all devices) anew.
+
+    Whatever was drawn before, and whatever seed a callback or collator has set, tells nothing about
+    what is drawn after. Also for worker processes, which have their own entropy from the OS.
+
+    Args:
+        source: gives the seeds.
+    """
+    random.seed(source.seed())
+    high, low = divmod(source.seed(), 2**32)
+    np.random.seed([high, low])  # one number would be cut to 32 bits
+    torch.manual_seed(source.seed())
+
+
 @contextlib.contextmanager
 def secret_global_randomness(source: SecretSource) -> Iterator[None]:
     """Runs a block with global generators (Python, NumPy, torch) that nobody outside can know.
@@ -62,10 +77,7 @@ def secret_global_randomness(source: SecretSource) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        random.seed(source.seed())
-        high, low = divmod(source.seed(), 2**32)
-        np.random.seed([high, low])  # one number would be cut to 32 bits
-        torch.manual_seed(source.seed())
+        reseed_global_(source)
         try:
             yield
         finally:
