@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from hf_dpgrape.collation import AloneCollator
 from hf_dpgrape.engine.private_step import PhysicalBatch
-from hf_dpgrape.privacy.randomness import SecretSource, reseed_global_
+from hf_dpgrape.privacy.randomness import SecretSource, reseed_cpu_, reseed_global_
 
 #: Values that are no tensors and pass to the model as they are.
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
@@ -60,6 +60,7 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
 
     def __getitem__(self, indices: Sequence[int]) -> list[PhysicalBatch]:
         """The physical batches of the examples at these indices."""
+        reseed_global_(self._source)
         groups: dict[Hashable, list[dict[str, Any]]] = {}
         for index in indices:
             inputs = self._inputs(index)
@@ -72,7 +73,7 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
 
     def _inputs(self, index: int) -> dict[str, Any]:
         """One example's inputs."""
-        reseed_global_(self._source)
+        reseed_cpu_(self._source)
         inputs = self._alone(self.examples[index])
         if not isinstance(inputs, Mapping):
             raise ValueError(

@@ -47,6 +47,18 @@ class SecretSource:
         return generator
 
 
+def reseed_cpu_(source: SecretSource) -> None:
+    """Seeds the global generators of the CPU (Python, NumPy, torch) anew, in microseconds.
+
+    Args:
+        source: gives the seeds.
+    """
+    random.seed(source.seed())
+    high, low = divmod(source.seed(), 2**32)
+    np.random.seed([high, low])  # one number would be cut to 32 bits
+    torch.default_generator.manual_seed(source.seed())
+
+
 def reseed_global_(source: SecretSource) -> None:
     """Seeds the global generators (Python, NumPy, torch on all devices) anew.
 
@@ -56,9 +68,7 @@ def reseed_global_(source: SecretSource) -> None:
     Args:
         source: gives the seeds.
     """
-    random.seed(source.seed())
-    high, low = divmod(source.seed(), 2**32)
-    np.random.seed([high, low])  # one number would be cut to 32 bits
+    reseed_cpu_(source)
     torch.manual_seed(source.seed())
 
 
