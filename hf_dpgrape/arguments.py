@@ -22,6 +22,7 @@ from hf_dpgrape.privacy.plan import (
 )
 from hf_dpgrape.refusals import (
     refuse_against_dpmup,
+    refuse_uneven_grid,
     refuse_what_a_launcher_set,
     refuse_what_breaks_privacy,
 )
@@ -279,11 +280,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 raise ValueError(
                     f"`{name}` must be 0 ({meaning}) or positive, got {getattr(self, name)}."
                 )
-        if self.length_grid < 0 or self.length_grid.bit_count() > 1:
-            raise ValueError(
-                "`length_grid` must be a power of two, or 0 (exact lengths), got "
-                f"{self.length_grid}."
-            )
+        refuse_uneven_grid(self.length_grid)
         if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
             raise ValueError(
                 f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."

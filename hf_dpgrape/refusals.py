@@ -150,6 +150,14 @@ def refuse_what_a_launcher_set(args: TrainingArguments) -> None:
             )
 
 
+def refuse_uneven_grid(length_grid: int) -> None:
+    """Steps that do not divide the coarser ones."""
+    if length_grid < 0 or length_grid.bit_count() > 1:
+        raise ValueError(
+            f"`length_grid` must be a power of two, or 0 (exact lengths), got {length_grid}."
+        )
+
+
 def refuse_against_dpmup(clipping: str, head_clip_share: float | None) -> None:
     """What the derivation of DP-muP's rules takes for granted."""
     if clipping != "automatic":
