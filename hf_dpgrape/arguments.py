@@ -20,7 +20,12 @@ from hf_dpgrape.privacy.plan import (
     require_one_budget,
     steps_per_epoch,
 )
-from hf_dpgrape.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
+from hf_dpgrape.refusals import (
+    refuse_against_dpmup,
+    refuse_uneven_grid,
+    refuse_what_a_launcher_set,
+    refuse_what_breaks_privacy,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +178,14 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "gradient accumulation steps x processes."
         },
     )
+    length_grid: int = field(
+        default=8,
+        metadata={
+            "help": "Lengths are rounded up, example by example, to multiples of this, and of a "
+            "quarter of the next power of two above 4 times this, so that examples share physical "
+            "batches: 8, 16, 24, 32, 48, 64, 96, 128, ... A power of two; 0 for exact lengths."
+        },
+    )
     log_non_private_metrics: bool = field(
         default=False,
         metadata={
@@ -274,6 +287,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 raise ValueError(
                     f"`{name}` must be 0 ({meaning}) or positive, got {getattr(self, name)}."
                 )
+        refuse_uneven_grid(self.length_grid)
         if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
             raise ValueError(
                 f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
@@ -293,20 +307,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "`learning_rate`."
             )
         if self.dpmup_base_model is not None:
-            self._check_dpmup()
-
-    def _check_dpmup(self) -> None:
-        """What the derivation of DP-muP's rules takes for granted."""
-        if self.clipping != "automatic":
-            raise ValueError(
-                "`dpmup_base_model` needs `clipping=automatic`, at the proxy too: its rules hold a "
-                f"layer's signal at its share of the clip norm, got `clipping={self.clipping}`."
-            )
-        if self.head_clip_share is not None:
-            raise ValueError(
-                "`dpmup_base_model` sets every layer's share of the clip norm; leave out "
-                f"`head_clip_share`, got {self.head_clip_share}."
-            )
+            refuse_against_dpmup(self.clipping, self.head_clip_share)
 
     def _check_budget(self) -> None:
         """Exactly one of epsilon and sigma, and a delta."""

@@ -17,6 +17,7 @@ from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.callbacks import show_epsilon
 from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.rehearsal import Rehearser
+from hf_dpgrape.collation import warn_of_exact_lengths
 from hf_dpgrape.data import LogicalBatches
 from hf_dpgrape.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
@@ -27,8 +28,10 @@ from hf_dpgrape.engine.tensors import (
     refuse_other_tensors,
 )
 from hf_dpgrape.hub import PublishingMixin
+from hf_dpgrape.input_limits import longest_input
 from hf_dpgrape.logs import LoggingMixin
 from hf_dpgrape.losses import PerSampleLoss, head_of
+from hf_dpgrape.own_generators import refuse_own_generators
 from hf_dpgrape.preflight import LayoutsByShape, checked_sites, rehearsed
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
@@ -202,6 +205,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         plan = self._make_plan()
         assert self._ledger is not None
         self._ledger.set_plan(plan)
+        if self.args.length_grid and getattr(self.model, "main_input_name", "") == "input_ids":
+            warn_of_exact_lengths(self.data_collator)
         return DataLoader(
             self._logical_batches(),
             batch_size=None,
@@ -222,11 +227,19 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     def _logical_batches(self) -> LogicalBatches:
         """The training set with the columns that the model takes."""
         dataset, collate = self.train_dataset, self.data_collator
+        refuse_own_generators(collate, dataset)
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        return LogicalBatches(dataset, collate, self.args.per_device_train_batch_size)
+        return LogicalBatches(
+            dataset,
+            collate,
+            self.args.per_device_train_batch_size,
+            source=self._source,
+            length_grid=self.args.length_grid,
+            longest=longest_input(self.model, self.processing_class),
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, made to step in the subspace; and the private step."""

@@ -111,6 +111,8 @@ def test_accepts_what_a_plain_launch_sets(make: Any, monkeypatch: pytest.MonkeyP
         ({"target_delta": None}, "Expected `target_delta`.*below 1 / num_examples"),
         ({"rank": -1}, r"`rank` must be 0 \(no projection\) or positive, got -1"),
         ({"update_proj_gap": -1}, r"`update_proj_gap` must be 0 \(never\) or positive, got -1"),
+        ({"length_grid": -8}, r"`length_grid` must be a power of two, or 0 .*, got -8"),
+        ({"length_grid": 12}, r"`length_grid` must be a power of two, or 0 .*, got 12"),
         ({"head_clip_share": 0.0}, "`head_clip_share` must be between 0 and 1, got 0.0"),
         ({"head_clip_share": 1.0}, "`head_clip_share` must be between 0 and 1, got 1.0"),
         (

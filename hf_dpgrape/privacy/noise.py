@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-
 #: Numbers drawn at a time: bounds the memory that noise takes beside the sum.
 _CHUNK = 2**20
 

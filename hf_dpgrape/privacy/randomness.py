@@ -47,11 +47,28 @@ class SecretSource:
         return generator
 
 
-def reseed_global_(source: SecretSource) -> None:
-    """Seeds the global generators (Python, NumPy, torch) from the secret source."""
+def reseed_cpu_(source: SecretSource) -> None:
+    """Seeds the global generators of the CPU (Python, NumPy, torch) anew, in microseconds.
+
+    Args:
+        source: gives the seeds.
+    """
     random.seed(source.seed())
     high, low = divmod(source.seed(), 2**32)
     np.random.seed([high, low])  # one number would be cut to 32 bits
+    torch.default_generator.manual_seed(source.seed())
+
+
+def reseed_global_(source: SecretSource) -> None:
+    """Seeds the global generators (Python, NumPy, torch on all devices) anew.
+
+    Whatever was drawn before, and whatever seed a callback or collator has set, tells nothing about
+    what is drawn after. Also for worker processes, which have their own entropy from the OS.
+
+    Args:
+        source: gives the seeds.
+    """
+    reseed_cpu_(source)
     torch.manual_seed(source.seed())
 
 

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
+from hf_dpgrape.privacy.randomness import (
+    SecretSource,
+    reseed_cpu_,
+    reseed_global_,
+    secret_global_randomness,
+)
 
 PUBLIC_SEED = 42
 
@@ -91,3 +96,34 @@ def test_one_fixed_source_gives_different_generators() -> None:
     source = SecretSource(unsafe_seed=5)
     first, second = (torch.rand(3, generator=source.generator()) for _ in range(2))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("reseed_", [reseed_cpu_, reseed_global_])
+def test_reseeding_forgets_a_public_seed(
+    name: str, reseed_: Callable[[SecretSource], None]
+) -> None:
+    def drawn(source: SecretSource) -> Any:
+        seed_publicly()
+        reseed_(source)
+        return DRAWS[name]()
+
+    source = SecretSource()
+    assert len({drawn(source) for _ in range(5)}) == 5
+    fixed = SecretSource(unsafe_seed=5)
+    first = drawn(fixed)
+    assert drawn(fixed) != first == drawn(SecretSource(unsafe_seed=5))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_reseeding_reaches_gpus() -> None:
+    def drawn(source: SecretSource) -> float:
+        torch.manual_seed(PUBLIC_SEED)
+        reseed_global_(source)
+        return float(torch.rand((), device="cuda"))
+
+    states = torch.cuda.get_rng_state_all()
+    source = SecretSource()
+    assert len({drawn(source) for _ in range(5)}) == 5
+    assert drawn(SecretSource(unsafe_seed=5)) == drawn(SecretSource(unsafe_seed=5))
+    torch.cuda.set_rng_state_all(states)
