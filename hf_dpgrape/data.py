@@ -112,11 +112,3 @@ def _joined(part: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: torch.cat([inputs[name] for inputs in part]) if isinstance(value, Tensor) else value
         for name, value in part[0].items()
     }
-
-
-def num_tokens(example: Any) -> int:
-    """Number of tokens of an example, or 0 if it is not text."""
-    try:
-        return len(example["input_ids"])
-    except (KeyError, TypeError, IndexError):
-        return 0

@@ -23,6 +23,7 @@ For each of some shapes:
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -171,15 +172,19 @@ class Rehearser:
             first: _Taken | None = None
             for make in batches:
                 batch = _prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
-                problems = foreign_draws(lambda batch=batch: self._losses(batch([0])))  # type: ignore[misc]
+                problems = foreign_draws(functools.partial(self._losses, batch([0])))
                 if not problems:
                     layouts, problems = self.layouts_for(batch)
-                problems = problems or self._problems_on(batch, layouts)
                 if problems:
                     return Rehearsal(self._sites, layouts, problems, self._errors)
+                with Draws(self._model, "mean"):
+                    together = self._batched(batch, _TOGETHER, layouts)
                 if first is None:
-                    with Draws(self._model, "mean"):
-                        first = self._batched(batch, _TOGETHER, layouts)
+                    first = together
+                    problems = self._between_samples(batch, together, layouts)
+                problems = problems or self._differences(batch, together, layouts)
+                if problems:
+                    return Rehearsal(self._sites, layouts, problems, self._errors)
             problems = self._memory(_prepared(batches[0], (*_FOR_LAYOUTS, _TOGETHER)), first)
             problems = problems or moved_buffers()
         return Rehearsal(self._sites, layouts, problems, self._errors)
@@ -220,18 +225,13 @@ class Rehearser:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
         return set(found)
 
-    def _problems_on(self, batch: Batch, layouts: Layouts) -> dict[str, str]:
-        """What is wrong on batches of one shape; the first kind that is found."""
+    def _between_samples(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+        """What one sample has to do with others; the first kind that is found."""
         problems = shared_draws(self._model, lambda n: self._fingerprint(batch, n, layouts))
         if problems:
             return problems
         with Draws(self._model, "mean"):
-            together = self._batched(batch, _TOGETHER, layouts)
-            return (
-                self._mixing(batch, layouts)
-                or self._moved_by_others(batch, together, layouts)
-                or self._differences(batch, together, layouts)
-            )
+            return self._mixing(batch, layouts) or self._moved_by_others(batch, together, layouts)
 
     def _batched(self, batch: Batch, samples: Sequence[int], layouts: Layouts) -> _Taken:
         """Losses and gradients of these samples by the recorder."""
@@ -286,17 +286,14 @@ class Rehearser:
         """Tensors whose gradients are not those of one backward per sample."""
         by_one: dict[str, float] = {}
         in_batch: dict[str, float] = {}
-        for place in (1, 2, 4):
-            sample = _TOGETHER[place]
-            with single_gradients(self._model, self._projectors) as alone:
-                losses = self._losses(batch([sample]))
-                if losses.requires_grad:
-                    losses.sum().backward()  # type: ignore[no-untyped-call]
-            single = self._batched(batch, [sample], layouts).gradients[0]
-            for worst, got in ((by_one, single), (in_batch, together.gradients[place])):
-                for name, error in deviations(got, alone).items():
-                    worst[name] = max(worst.get(name, 0.0), error)
-                    self._errors[name] = max(self._errors.get(name, 0.0), error)
+        with Draws(self._model, "mean"):
+            for place in (1, 2, 4):
+                alone = self._alone(batch, _TOGETHER[place])
+                single = self._batched(batch, [_TOGETHER[place]], layouts).gradients[0]
+                for worst, got in ((by_one, single), (in_batch, together.gradients[place])):
+                    for name, error in deviations(got, alone).items():
+                        worst[name] = max(worst.get(name, 0.0), error)
+                        self._errors[name] = max(self._errors.get(name, 0.0), error)
         allowed = self._tolerance(_ORACLE_TOLERANCES)
         if max(by_one.values(), default=0) <= allowed < max(in_batch.values(), default=0):
             return {"": _NEIGHBORS}
@@ -305,6 +302,14 @@ class Rehearser:
             for name, error in by_one.items()
             if error > allowed
         }
+
+    def _alone(self, batch: Batch, sample: int) -> dict[str, Tensor]:
+        """Gradients of one sample by autograd."""
+        with single_gradients(self._model, self._projectors) as alone:
+            losses = self._losses(batch([sample]))
+            if losses.requires_grad:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+        return alone
 
     def _memory(self, batch: Batch, first: _Taken | None) -> dict[str, str]:
         """Whether a batch gives something else when it comes back after others."""

@@ -102,39 +102,6 @@ def test_convolution(groups: int, kernel: int, batch: int, rank: int) -> None:
     check(Toy(layer), images, rank)
 
 
-def test_functional_use_is_found() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(ROWS, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.embed(x).mean(1)
-            return (hidden @ self.embed.weight.T).tanh().sum(1)  # not through the layer
-
-    model = Tied().double()
-    sites, _ = sites_or_problems(model)
-    layouts = observe_layouts(model, sites, lambda i: model(ids(3, 4)[i]))
-    assert "otherwise than by calling" in layouts["embed"].problem
-
-
-def test_mixing_samples_is_found() -> None:
-    class Centered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
-            return self.second(hidden - hidden.mean(0, keepdim=True)).sum(1)
-
-    model = Centered().double()
-    sites, _ = sites_or_problems(model)
-    layouts = observe_layouts(model, sites, lambda i: model(floats(3)[i]))
-    assert not layouts["first"].problem
-    assert "depends on the other samples" in layouts["second"].problem
-
-
 def test_bare_tensor_that_is_not_broadcast_is_found() -> None:
     class Indexed(nn.Module):
         def __init__(self) -> None:

@@ -123,7 +123,6 @@ def test_push_at_the_end(hub: Hub, run: Any, tmp_path: Path) -> None:
     card = files["README.md"].decode()
     facts = yaml.safe_load(card.split("---")[1])
     assert facts["language"] == "en" and facts["tags"] == [
-        "differential-privacy",
         "dp-grape",
         "reviews",
     ]

@@ -514,23 +514,6 @@ def test_refuses_ordinary_arguments(tmp_path: Path) -> None:
         )
 
 
-def test_refuses_padding_that_is_not_masked(make_trainer: MakeTrainer) -> None:
-    def without_mask(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {k: v for k, v in collate(batch).items() if k != "attention_mask"}
-
-    trainer = make_trainer(more={"data_collator": without_mask})
-    with pytest.raises(ValueError, match="padding is not masked"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("option", ["layerdrop", "encoder_layerdrop", "apply_spec_augment"])
-def test_refuses_randomness_that_samples_share(make_trainer: MakeTrainer, option: str) -> None:
-    model = make_model("roberta", CLASSIFY).float()
-    setattr(model.config, option, 0.1)
-    with pytest.raises(ValueError, match=f"Expected `config.{option}` off"):
-        make_trainer(model=model)
-
-
 def test_given_optimizer_is_not_silently_replaced(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
