@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
-from hf_dpgrape.capture.capture import Recorder
-from hf_dpgrape.capture.observation import observe_layouts
-from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
-from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
-from hf_dpgrape.losses import PerSampleLoss
+from hf_dpgrape.gradients.observation import observe_layouts
+from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
+from hf_dpgrape.mechanism.tensors import make_projections, sites_or_problems
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource

@@ -8,16 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dpgrape.arguments import DPGrapeTrainingArguments
+    from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+    from hf_dpgrape.hf.trainer import DPGrapeMixin, DPGrapeTrainer
     from hf_dpgrape.privacy.plan import PrivacyPlan
-    from hf_dpgrape.trainer import DPGrapeMixin, DPGrapeTrainer
 
 __all__ = ["DPGrapeMixin", "DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyPlan"]
 
 _MODULES = {
-    "DPGrapeMixin": "hf_dpgrape.trainer",
-    "DPGrapeTrainer": "hf_dpgrape.trainer",
-    "DPGrapeTrainingArguments": "hf_dpgrape.arguments",
+    "DPGrapeMixin": "hf_dpgrape.hf.trainer",
+    "DPGrapeTrainer": "hf_dpgrape.hf.trainer",
+    "DPGrapeTrainingArguments": "hf_dpgrape.hf.arguments",
     "PrivacyPlan": "hf_dpgrape.privacy.plan",
 }
 

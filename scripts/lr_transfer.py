@@ -29,9 +29,9 @@ from rich.progress import track
 from torch import nn
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
-from hf_dpgrape.dpmup import width_transfer
-from hf_dpgrape.mup.initialization import initialize_mup_
-from hf_dpgrape.optimizers import MuonWithAdamW
+from hf_dpgrape.hf.dpmup import width_transfer
+from hf_dpgrape.optim.optimizers import MuonWithAdamW
+from hf_dpgrape.width.initialization import initialize_mup_
 
 SEEDS = (0, 1, 2)
 #: Log2 of the rate where the search starts, by optimizer.

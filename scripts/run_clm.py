@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
-from hf_dpgrape.presets import parse_arguments
+from hf_dpgrape.commands.presets import parse_arguments
 
 
 @dataclass

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
-from hf_dpgrape.presets import parse_arguments
+from hf_dpgrape.commands.presets import parse_arguments
 
 # Where the well-known data sets are on the hub.
 HUB = {"mnist": "ylecun/mnist", "cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}

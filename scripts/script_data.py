@@ -20,7 +20,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dpgrape import DPGrapeTrainer
-from hf_dpgrape.mup.initialization import initialize_mup_
+from hf_dpgrape.width.initialization import initialize_mup_
 
 T = TypeVar("T")
 UNLABELED = "(unlabeled)"

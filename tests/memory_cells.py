@@ -9,8 +9,8 @@ from typing import Any
 
 import transformers
 
-from hf_dpgrape.memory.account import predict
-from hf_dpgrape.memory.setting import Setting
+from hf_dpgrape.commands.memory.account import predict
+from hf_dpgrape.commands.memory.setting import Setting
 
 _TEXT = {
     "vocab_size": 4001,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpgrape.capture.capture import Recorder
-from hf_dpgrape.capture.gradients import Form, PerSampleGradients
-from hf_dpgrape.capture.observation import observe_layouts
-from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
-from hf_dpgrape.losses import PerSampleLoss
+from hf_dpgrape.gradients.forms import Form, PerSampleGradients
+from hf_dpgrape.gradients.observation import observe_layouts
+from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.mechanism.tensors import make_projections, sites_or_problems
 from hf_dpgrape.subspace.projection import Projection
 
 

@@ -1,4 +1,4 @@
-"""README's table of models is what `tests/capture/test_exactness.py` runs.
+"""README's table of models is what `tests/gradients/test_exactness.py` runs.
 
 `python tests/test_coverage_table.py` writes the table into README.md.
 """

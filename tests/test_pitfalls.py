@@ -17,7 +17,7 @@ from families import CAUSAL, CLASSIFY, make_model
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel, Trainer
 
-from hf_dpgrape.trainer import DPGrapeMixin
+from hf_dpgrape.hf.trainer import DPGrapeMixin
 
 __all__ = ["make_trainer"]
 

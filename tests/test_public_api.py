@@ -28,7 +28,9 @@ def test_other_names_do_not() -> None:
 
 
 def test_accounting_starts_without_torch_and_transformers() -> None:
-    program = "import sys, hf_dpgrape.cli; print({'torch', 'transformers'} & set(sys.modules))"
+    program = (
+        "import sys, hf_dpgrape.commands.cli; print({'torch', 'transformers'} & set(sys.modules))"
+    )
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -20,10 +20,10 @@ from oracle import select, worst_error
 from test_scripts import ROOT, WORDS, command_line, results, run, save_model
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-import hf_dpgrape.losses
-from hf_dpgrape.capture.capture import Recorder
-from hf_dpgrape.capture.observation import observe_layouts
-from hf_dpgrape.engine.tensors import make_projections, sites_or_problems
+import hf_dpgrape.hf.losses
+from hf_dpgrape.gradients.observation import observe_layouts
+from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.mechanism.tensors import make_projections, sites_or_problems
 
 RunGlue = Callable[..., tuple[dict[str, Any], dict[str, float]]]
 
@@ -213,7 +213,7 @@ def test_prompt_model_is_exact(
         assert torch.allclose(got, want, atol=1e-12)
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        made = hf_dpgrape.losses.PerSampleLoss(model, prompt_model.per_sample_loss)
+        made = hf_dpgrape.hf.losses.PerSampleLoss(model, prompt_model.per_sample_loss)
         return made(model, batch)
 
     one_by_one = torch.stack([model(**select(inputs, [i])).loss for i in range(4)])

@@ -15,9 +15,9 @@ from families import CAUSAL, MASKED, make_config, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_dpgrape.cli import main
-from hf_dpgrape.presets import parse_arguments, preset_arguments
-from hf_dpgrape.widths.coordinates import widened
+from hf_dpgrape.commands.cli import main
+from hf_dpgrape.commands.presets import parse_arguments, preset_arguments
+from hf_dpgrape.commands.width.coordinates import widened
 
 ROOT = Path(__file__).parents[1]
 WORDS = list("abcdefghijklmnopqrstuvwxyz")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
-from hf_dpgrape.optimizers import AdamWBC, MuonWithAdamW
+from hf_dpgrape.optim.optimizers import AdamWBC, MuonWithAdamW
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 from hf_dpgrape.subspace.rounding import round_to_bfloat16

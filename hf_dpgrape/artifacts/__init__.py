@@ -1,0 +1,1 @@
+"""What a run leaves behind: record, model card, report, plots."""

@@ -1,0 +1,250 @@
+"""`hf-dpgrape`: what a private run would cost, and what it would do to a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_dpgrape.artifacts.record import finite
+from hf_dpgrape.commands.budget import add_run_arguments, plan_of
+from hf_dpgrape.commands.memory.command import add_parser as add_memory
+from hf_dpgrape.commands.width.command import add_parsers as add_widths
+from hf_dpgrape.privacy.accounting import Accountant
+from hf_dpgrape.privacy.plan import PrivacyPlan, steps_per_epoch
+
+if TYPE_CHECKING:
+    from hf_dpgrape.hf.models import ModelReport
+
+#: Rows of the table of epochs; longer runs show evenly spaced epochs.
+_MAX_EPOCH_ROWS = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a sub-command.
+
+    Returns:
+        0; 1 if `check` found something that cannot be trained; 2 for wrong input.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except ValueError as error:
+        print(f"hf-dpgrape {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-dpgrape", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_budget(commands)
+    _add_check(commands)
+    add_memory(commands)
+    _add_report(commands)
+    add_widths(commands)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser
+
+
+# ---- budget --------------------------------------------------------------------------------
+
+
+def _add_budget(commands: Any) -> None:
+    budget = commands.add_parser("budget", help="the privacy plan of a run, without data or model")
+    budget.set_defaults(run=_budget)
+    add_run_arguments(budget)
+    budget.add_argument(
+        "--plot", metavar="FILE.png", help="also draw epsilon and noise (needs matplotlib)"
+    )
+
+
+def _budget(arguments: argparse.Namespace) -> int:
+    plans = {name: plan_of(arguments, accountant=name) for name in get_args(Accountant)}
+    report = budget_report(plans)
+    if arguments.plot:
+        from hf_dpgrape.artifacts.plots import plot_budget, save_figure  # matplotlib is optional
+
+        save_figure(plot_budget(plans["pld"], _budget_title(plans["pld"])), arguments.plot)
+    if arguments.json:
+        print(json.dumps(report, indent=2, allow_nan=False))
+        return 0
+    console = Console()
+    console.print(_plan_table(report), _noise_table(report), _epoch_table(report))
+    for warning in report["warnings"]:
+        console.print(f"Warning: {warning}", highlight=False)
+    return 0
+
+
+def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:
+    """The plan of a run under both accountants, as plain data."""
+    plan = plans["pld"]
+    return {
+        "num_examples": plan.num_examples,
+        "expected_batch_size": plan.expected_batch_size,
+        "sampling_prob": plan.sampling_prob,
+        "steps_per_epoch": steps_per_epoch(plan.num_examples, plan.expected_batch_size),
+        "num_steps": plan.num_steps,
+        "target_epsilon": plan.target_epsilon,
+        "target_delta": plan.target_delta,
+        "noise_multiplier": {name: p.noise_multiplier for name, p in plans.items()},
+        "epsilon": {name: finite(p.epsilon()) for name, p in plans.items()},
+        "epochs": _epochs(plan),
+        "warnings": plan.warnings(),
+    }
+
+
+def _epochs(plan: PrivacyPlan) -> list[dict[str, Any]]:
+    """Epsilon by both accountants after some epochs, under the PLD plan's noise."""
+    per_epoch = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
+    whole = plan.num_steps // per_epoch
+    rows = min(whole, _MAX_EPOCH_ROWS)
+    steps = [per_epoch * (whole * (i + 1) // rows) for i in range(rows)]
+    if not steps or steps[-1] != plan.num_steps:
+        steps.append(plan.num_steps)
+    return [
+        {
+            "epoch": round(step / per_epoch, 2),
+            "step": step,
+            "epsilon": {name: finite(plan.epsilon(step, name)) for name in get_args(Accountant)},
+        }
+        for step in steps
+    ]
+
+
+def _budget_title(plan: PrivacyPlan) -> str:
+    return (
+        f"{plan.num_examples:,} examples, {plan.expected_batch_size:,} per step expected, "
+        f"{plan.num_steps:,} steps, delta {plan.target_delta:g}"
+    )
+
+
+def _plan_table(report: dict[str, Any]) -> Table:
+    table = Table(title="Plan", show_header=False)
+    table.add_row("examples", f"{report['num_examples']:,}")
+    table.add_row("expected batch size", f"{report['expected_batch_size']:,}")
+    table.add_row("sampling probability", f"{report['sampling_prob']:.6g}")
+    table.add_row("steps", f"{report['num_steps']:,} ({report['steps_per_epoch']:,} per epoch)")
+    table.add_row("delta", f"{report['target_delta']:g}")
+    return table
+
+
+def _noise_table(report: dict[str, Any]) -> Table:
+    table = Table("accountant", "noise multiplier", "epsilon", title="Noise and epsilon")
+    for name, sigma in report["noise_multiplier"].items():
+        table.add_row(name.upper(), f"{sigma:.6g}", _number(report["epsilon"][name]))
+    return table
+
+
+def _epoch_table(report: dict[str, Any]) -> Table:
+    sigma = report["noise_multiplier"]["pld"]
+    table = Table("epoch", "step", "PLD", "RDP", title=f"Epsilon at noise {sigma:.6g}")
+    for row in report["epochs"]:
+        spent = map(_number, row["epsilon"].values())
+        table.add_row(f"{row['epoch']:g}", f"{row['step']:,}", *spent)
+    return table
+
+
+def _number(epsilon: float | None) -> str:
+    return "infinite" if epsilon is None else f"{epsilon:.4f}"
+
+
+# ---- check ---------------------------------------------------------------------------------
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser("check", help="what happens to each tensor of a model")
+    check.set_defaults(run=_check)
+    add = check.add_argument
+    add("model", metavar="MODEL_OR_CONFIG", help="folder, config.json or name on the Hub")
+    add("--rank", type=int, default=16, help="rank of the projection, 0 for none (default: 16)")
+    add("--task", default="auto", help="head, as `causal-lm` (default: the configuration's own)")
+    add("--head_modules", nargs="+", help="parts of names of the tensors that form a new head")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    # Here, so that `budget` starts without torch and transformers.
+    from hf_dpgrape.hf.losses import loss_of
+    from hf_dpgrape.hf.models import build_on_meta, inspect_model, load_config
+
+    model = build_on_meta(load_config(arguments.model), arguments.task)
+    report = inspect_model(model, rank=arguments.rank, head_modules=arguments.head_modules)
+    has_loss = loss_of(model) is not None
+    if arguments.json:
+        print(json.dumps({**report.to_dict(), "has_loss": has_loss}, indent=2, allow_nan=False))
+    else:
+        tables = [_tensor_table(report), _totals_table(report, has_loss)]
+        Console().print(*tables, *([_refused_table(report)] if report.refused else []))
+    return 1 if report.refused else 0
+
+
+def _tensor_table(report: ModelReport) -> Table:
+    table = Table(title=report.architecture)
+    table.add_column("tensor", overflow="fold")
+    for column in ("shape", "projected", "rule"):
+        table.add_column(column)
+    for t in report.tensors:
+        projected = "-" if t.shape == t.projected_shape else _shape(t.projected_shape)
+        table.add_row(t.name, _shape(t.shape), projected, t.rule)
+    return table
+
+
+def _refused_table(report: ModelReport) -> Table:
+    table = Table(title="Refused: freeze or replace it before training")
+    table.add_column("tensor or module", overflow="fold")
+    table.add_column("reason")
+    for name, reason in report.refused.items():
+        table.add_row(name, escape(reason))
+    return table
+
+
+def _totals_table(report: ModelReport, has_loss: bool) -> Table:
+    table = Table(title="Totals", show_header=False)
+    share = report.num_projected_parameters / max(report.num_parameters, 1)
+    table.add_row("tensors that can be trained", f"{len(report.tensors):,}")
+    table.add_row("parameters in them", f"{report.num_parameters:,}")
+    table.add_row("share of parameters projected", f"{share:.1%}")
+    table.add_row("floats per sample", f"{report.num_floats_per_sample:,}")
+    table.add_row("taken for a new head", ", ".join(report.head) or "none")
+    table.add_row("per-sample loss", "built in" if has_loss else "pass `compute_loss_func`")
+    table.add_row("refused", f"{len(report.refused):,}")
+    return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+# ---- report --------------------------------------------------------------------------------
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser("report", help="evaluation and epsilon over a run's steps")
+    report.set_defaults(run=_report)
+    add = report.add_argument
+    add("folder", metavar="FOLDER", help="output folder of a run, or one of its checkpoints")
+    add("--output", metavar="FILE", help="report.html in FOLDER (default), or a picture's name")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from hf_dpgrape.artifacts.report import RunReport  # matplotlib is optional
+
+    report = RunReport(arguments.folder)
+    path = arguments.output or str(report.folder / "report.html")
+    report.write(path)
+    if arguments.json:
+        print(json.dumps({"file": path, "evaluations": report.rows()}, indent=2, allow_nan=False))
+    else:
+        Console().print(f"Written: {path}", soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,381 @@
+"""A rehearsal of the capture on synthetic examples, before anything private is read.
+
+How a model treats a batch decides whether per-sample gradients exist at all, and whether ours are
+right. That is found out on examples that are made up: nothing about the data decides, and no
+degenerate row can hide a fault. The model runs as in training, in training mode, with every random
+draw replaced by its expectation, which makes it a deterministic function. Tensors that are zero
+throughout (a fresh head, an adapter) get values for the time, lest they hide what lies behind them.
+
+For each of some shapes:
+
+1. *Layouts.* What grows with the number of samples, by equality of sizes (`observation`).
+2. *Hidden uses.* Inside a site's own call its tensors stand detached. A gradient that reaches them
+   nevertheless comes from a use elsewhere; the tensor is then taken by the smallest module around
+   all its uses.
+3. *Neighbors.* Backward of one sample's loss must leave gradients of exactly zero in all other
+   samples' rows, at every layer; no tolerance is involved. And a sample's loss and gradients must
+   stay what they are when other samples stand beside it, which also shows what has no derivative,
+   as a choice of the largest losses.
+4. *Oracle.* Per-sample gradients must be those that autograd takes of each sample alone.
+5. *Draws, buffers, memory.* No random number is shared by samples (`draws`), no buffer moves, and a
+   batch that comes back after others gives what it gave before.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_dpgrape.gradients.draws import Draws, foreign_draws, shared_draws
+from hf_dpgrape.gradients.isolation import own_tensors_detached, watched_rows
+from hf_dpgrape.gradients.layout import Layout, Layouts
+from hf_dpgrape.gradients.observation import observe_layouts
+from hf_dpgrape.gradients.recorder import Recorder, expanded, frozen
+from hf_dpgrape.gradients.rules import Projector
+from hf_dpgrape.gradients.single import single_gradients
+from hf_dpgrape.gradients.sites import Site, widened
+
+#: Inputs of the synthetic samples of these numbers, as one batch. A number always names the same
+#: sample: from 0 ordinary ones, from `PADDED` such as end in padding, from `CONSTANT` such as
+#: repeat one token.
+Batch = Callable[[Sequence[int]], Any]
+PADDED, CONSTANT = 10, 20
+
+#: Runs the model on inputs; one loss per sample.
+Losses = Callable[[Any], Tensor]
+
+#: Relative deviation from the oracle that rounding explains, in gradients of 16, 32 and 64 bits.
+_ORACLE_TOLERANCES = {torch.float32: 2e-3, torch.float64: 1e-7}
+#: The same where a batch of the same shape has other neighbors, and mostly no bit differs.
+_NEIGHBOR_TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
+_TOLERANCE_OF_16_BITS = {True: 0.1, False: 1e-2}
+
+_NEIGHBORS = (
+    "the loss or the gradient of an example changes with the examples beside it (layers or losses "
+    "that look across the batch, an expert's capacity)"
+)
+
+_TOGETHER = (1, 0, PADDED, 2, CONSTANT)
+#: Batches in which the sample at a place of `_TOGETHER` has none of its neighbors; all of them hold
+#: some padding, since kernels may be others where there is none.
+_OTHERS = {
+    1: (3, 0, PADDED + 1, 4, CONSTANT + 1),
+    2: (PADDED + 1, PADDED + 3, PADDED, PADDED + 2, PADDED + 1),
+}
+_THREE = (0, PADDED, 1)
+#: Batches that layouts are observed on, and those of the other checks.
+_FOR_LAYOUTS = ((0,), (0, PADDED), (0, 1), _THREE)
+_FOR_CHECKS = (_TOGETHER, *_OTHERS.values(), *((i,) for i in _TOGETHER), (0, 1, 2))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal found.
+
+    Attributes:
+        sites: where tensors are taken, widened where they are used around their layer.
+        layouts: how every site sees the batch.
+        problems: module or tensor name ("" for the model) -> why it cannot be trained; empty if
+            the capture is exact.
+        errors: tensor name -> largest deviation from the oracle, relative to the norm of the
+            sample's whole gradient.
+    """
+
+    sites: list[Site]
+    layouts: Layouts = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Losses and per-sample gradients of one batch."""
+
+    losses: Tensor
+    gradients: list[dict[str, Tensor]]
+
+    def distance(self, other: _Taken, place: int) -> float:
+        """How far a sample is from itself in another batch, relative to its gradient's norm."""
+        mine, theirs = self.gradients[place], other.gradients[place]
+        errors = deviations(mine, theirs)
+        moved = abs(float(self.losses[place] - other.losses[place]))
+        scale = max(abs(float(self.losses[place])), 1.0)
+        return max([*errors.values(), 0.0 if moved == 0 else moved / scale])
+
+
+def deviations(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
+    """Deviation per tensor, relative to the norm of the whole gradient that is wanted."""
+    norms = [float(g.double().norm()) for g in want.values()]
+    total = max(sum(norm**2 for norm in norms) ** 0.5, 1e-30)
+    found = {}
+    for name in {**got, **want}:
+        mine, theirs = got.get(name), want.get(name)
+        if mine is None or theirs is None:
+            left = mine if theirs is None else theirs
+            assert left is not None
+            gap = float(left.double().norm())
+        else:
+            gap = float((mine.double() - theirs.double().view_as(mine)).norm())
+        found[name] = gap / total if gap == gap else float("inf")
+    return found
+
+
+def _prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
+    """The same batches, made beforehand: what makes them may draw random numbers of its own."""
+    made = {tuple(samples): make(samples) for samples in batches}
+    return lambda samples: made[tuple(samples)]
+
+
+class Rehearser:
+    """Rehearses one model.
+
+    Args:
+        model: the model.
+        sites: sites of the tensors to train.
+        projectors: how each tensor is projected, by canonical name.
+        losses: runs the model on inputs; one loss per sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Site],
+        projectors: Mapping[str, Projector],
+        losses: Losses,
+    ) -> None:
+        self._model = model
+        self._sites = list(sites)
+        self._projectors = projectors
+        self._losses = losses
+        self._errors: dict[str, float] = {}
+        dtypes = {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
+        self._dtype = next(iter(dtypes), next(model.parameters()).dtype)
+
+    def __call__(self, batches: Sequence[Batch]) -> Rehearsal:
+        """Rehearses the model on batches of several shapes.
+
+        Raises:
+            RuntimeError, ValueError, ...: whatever the model raises on a batch.
+        """
+        layouts: dict[str, Layout] = {}
+        for projector in self._projectors.values():
+            projector.prepare()  # lest its random matrix be taken for a draw of the model
+        with self._undisturbed() as moved_buffers:
+            first: _Taken | None = None
+            for make in batches:
+                batch = _prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
+                problems = foreign_draws(functools.partial(self._losses, batch([0])))
+                if not problems:
+                    layouts, problems = self.layouts_for(batch)
+                if problems:
+                    return Rehearsal(self._sites, layouts, problems, self._errors)
+                with Draws(self._model, "mean"):
+                    together = self._batched(batch, _TOGETHER, layouts)
+                if first is None:
+                    first = together
+                    problems = self._between_samples(batch, together, layouts)
+                problems = problems or self._differences(batch, together, layouts)
+                if problems:
+                    return Rehearsal(self._sites, layouts, problems, self._errors)
+            problems = self._memory(_prepared(batches[0], (*_FOR_LAYOUTS, _TOGETHER)), first)
+            problems = problems or moved_buffers()
+        return Rehearsal(self._sites, layouts, problems, self._errors)
+
+    def layouts_at(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
+        """Layouts at one more shape, and what cannot be trained at it."""
+        with self._undisturbed():
+            return self.layouts_for(batch)
+
+    def layouts_for(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
+        """Layouts at one shape, and what cannot be trained; sites are widened on the way."""
+        batch = _prepared(batch, _FOR_LAYOUTS)
+        with Draws(self._model, "mean"):
+            while True:
+                layouts = observe_layouts(
+                    self._model,
+                    self._sites,
+                    lambda places: self._losses(batch([_THREE[i] for i in places])),
+                )
+                problems = {key: lay.problem for key, lay in layouts.items() if lay.problem}
+                hidden = {} if problems else self._hidden_uses(batch)
+                if not hidden:
+                    return layouts, problems
+                sites = widened(self._model, self._sites, hidden)
+                if sites is None:
+                    reason = "it is used otherwise than by calling the layer that owns it"
+                    return layouts, dict.fromkeys(hidden, reason)
+                self._sites = sites
+
+    def _hidden_uses(self, batch: Batch) -> set[str]:
+        """Tensors that a gradient reaches although their sites' own calls are cut off from them."""
+        with single_gradients(self._model, self._projectors) as found, ExitStack() as stack:
+            for site in self._sites:
+                context = expanded(site, 1) if site.rule is None else own_tensors_detached(site)
+                stack.enter_context(context)
+            losses = self._losses(batch([0]))
+            if losses.requires_grad:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+        return set(found)
+
+    def _between_samples(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+        """What one sample has to do with others; the first kind that is found."""
+        problems = shared_draws(self._model, lambda n: self._fingerprint(batch, n, layouts))
+        if problems:
+            return problems
+        with Draws(self._model, "mean"):
+            return self._mixing(batch, layouts) or self._moved_by_others(batch, together, layouts)
+
+    def _batched(self, batch: Batch, samples: Sequence[int], layouts: Layouts) -> _Taken:
+        """Losses and gradients of these samples by the recorder."""
+        recorder = Recorder(self._model, self._sites, self._projectors, layouts)
+        with recorder.record(len(samples)) as gradients:
+            losses = self._losses(batch(samples))
+            if losses.requires_grad:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+        names = list(gradients)
+        each = [{n: gradients.of_sample(n, i) for n in names} for i in range(len(samples))]
+        return _Taken(losses.detach(), each)
+
+    def _fingerprint(self, batch: Batch, num_samples: int, layouts: Layouts) -> Tensor:
+        """Losses and the norms of all gradients."""
+        taken = self._batched(batch, range(num_samples), layouts)
+        norms = [g.double().norm() for sample in taken.gradients for g in sample.values()]
+        return torch.stack([*taken.losses.double().cpu(), *(norm.cpu() for norm in norms)])
+
+    def _mixing(self, batch: Batch, layouts: Layouts) -> dict[str, str]:
+        """Modules at which one sample's loss depends on other samples' rows."""
+        place, size = 1, len(_TOGETHER)
+        found: dict[str, str] = {}
+
+        def note(label: str) -> None:
+            found.setdefault(
+                label,
+                "what is computed of it for one sample depends on the other samples of the batch",
+            )
+
+        with (
+            frozen(self._model),
+            watched_rows(self._model, self._sites, layouts, place, size, note),
+        ):
+            losses = self._losses(batch(_TOGETHER))
+            if losses.requires_grad:
+                losses[place].backward()  # type: ignore[no-untyped-call]
+        # Backward passes from the losses to the inputs: the first that was seen is the nearest to
+        # the layer that mixes.
+        return dict(list(found.items())[:1])
+
+    def _moved_by_others(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+        """Whether losses or gradients of a sample change with the samples beside it."""
+        allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
+        if all(
+            together.distance(self._batched(batch, others, layouts), place) <= allowed
+            for place, others in _OTHERS.items()
+        ):
+            return {}
+        return {"": _NEIGHBORS}
+
+    def _differences(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+        """Tensors whose gradients are not those of one backward per sample."""
+        by_one: dict[str, float] = {}
+        in_batch: dict[str, float] = {}
+        with Draws(self._model, "mean"):
+            for place in (1, 2, 4):
+                alone = self._alone(batch, _TOGETHER[place])
+                single = self._batched(batch, [_TOGETHER[place]], layouts).gradients[0]
+                for worst, got in ((by_one, single), (in_batch, together.gradients[place])):
+                    for name, error in deviations(got, alone).items():
+                        worst[name] = max(worst.get(name, 0.0), error)
+                        self._errors[name] = max(self._errors.get(name, 0.0), error)
+        allowed = self._tolerance(_ORACLE_TOLERANCES)
+        if max(by_one.values(), default=0) <= allowed < max(in_batch.values(), default=0):
+            return {"": _NEIGHBORS}
+        return {
+            name: "its per-sample gradient is not that of one backward pass per sample"
+            for name, error in by_one.items()
+            if error > allowed
+        }
+
+    def _alone(self, batch: Batch, sample: int) -> dict[str, Tensor]:
+        """Gradients of one sample by autograd."""
+        with single_gradients(self._model, self._projectors) as alone:
+            losses = self._losses(batch([sample]))
+            if losses.requires_grad:
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+        return alone
+
+    def _memory(self, batch: Batch, first: _Taken | None) -> dict[str, str]:
+        """Whether a batch gives something else when it comes back after others."""
+        assert first is not None
+        with Draws(self._model, "mean"):
+            layouts, problems = self.layouts_for(batch)
+            again = self._batched(batch, _TOGETHER, layouts)
+        allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
+        if max(first.distance(again, place) for place in range(len(_TOGETHER))) <= allowed:
+            return problems
+        return {"": "what it computes of a batch depends on the batches before"}
+
+    def _tolerance(self, by_dtype: Mapping[torch.dtype, float]) -> float:
+        return by_dtype.get(self._dtype) or _TOLERANCE_OF_16_BITS[by_dtype is _ORACLE_TOLERANCES]
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[Callable[[], dict[str, str]]]:
+        """Training mode inside; modes, generators, buffers and zero tensors come back after it."""
+        modes = {module: module.training for module in self._model.modules()}
+        buffers = [
+            (name, module, local, buffer, buffer.clone())
+            for path, module in self._model.named_modules()
+            for local, buffer in module._buffers.items()
+            if buffer is not None
+            for name in [f"{path}.{local}".lstrip(".")]
+        ]
+
+        def moved() -> dict[str, str]:
+            return {
+                name: "a forward pass in training changes this buffer, which would hold numbers "
+                "of private activations without noise; switch its running statistics off"
+                for name, module, local, _, value in buffers
+                if not _is_same(module._buffers.get(local), value)
+            }
+
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices), _filled(self._model):
+            torch.manual_seed(0)
+            self._model.train()
+            try:
+                yield moved
+            finally:
+                random.setstate(python_state)
+                np.random.set_state(numpy_state)
+                for module, mode in modes.items():
+                    module.training = mode
+                for _, module, local, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[local] = buffer
+
+
+def _is_same(now: Tensor | None, before: Tensor) -> bool:
+    return now is not None and now.shape == before.shape and bool(torch.equal(now, before))
+
+
+@contextmanager
+def _filled(model: nn.Module) -> Iterator[None]:
+    """Tensors that are zero throughout have small random values inside the block."""
+    with torch.no_grad():
+        zeros = [p for p in model.parameters() if p.numel() and not p.any()]
+        for p in zeros:
+            p.normal_(0.0, 0.02)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p in zeros:
+                p.zero_()

@@ -1,0 +1,1 @@
+"""The private Trainer, and everything that knows of Hugging Face."""

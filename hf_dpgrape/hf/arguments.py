@@ -1,0 +1,406 @@
+"""`DPGrapeTrainingArguments`: transformers' training arguments plus those of private training."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from hf_dpgrape.hf.refusals import (
+    refuse_against_dpmup,
+    refuse_uneven_grid,
+    refuse_what_a_launcher_set,
+    refuse_what_breaks_privacy,
+)
+from hf_dpgrape.optim.optimizers import MUON, OWN_OPTIMIZERS
+from hf_dpgrape.privacy.plan import (
+    BODY,
+    HEAD,
+    LOSS,
+    PrivacyPlan,
+    planned_steps,
+    require_one_budget,
+    steps_per_epoch,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DPGrapeTrainingArguments(TrainingArguments):
+    """Arguments of a private training run.
+
+    All of `transformers.TrainingArguments` mean what they mean there, except that
+    `per_device_train_batch_size` is the size of physical batches (memory) and
+    `gradient_accumulation_steps` only serves to compute `expected_batch_size` (privacy, utility),
+    after which it is set to 1: one optimizer step is one logical batch.
+    """
+
+    max_grad_norm: float = field(
+        default=0.0,
+        metadata={
+            "help": "Must stay 0: it would clip the aggregate. Per example, use `l2_clip_norm`."
+        },
+    )
+    target_epsilon: float | None = field(
+        default=None,
+        metadata={"help": "Epsilon of the whole run; the noise is calibrated to it."},
+    )
+    target_delta: float | None = field(
+        default=None,
+        metadata={"help": "Delta at which epsilon is stated; choose it below 1 / num_examples."},
+    )
+    noise_multiplier: float | None = field(
+        default=None,
+        metadata={"help": "Noise standard deviation over l2_clip_norm, instead of an epsilon."},
+    )
+    allow_zero_noise: bool = field(
+        default=False,
+        metadata={"help": "Accept `noise_multiplier=0`, which gives NO privacy, for debugging."},
+    )
+    l2_clip_norm: float = field(
+        default=1.0,
+        metadata={"help": "Bound on one example's gradient norm over all trained tensors."},
+    )
+    clipping: str = field(
+        default="flat",
+        metadata={
+            "help": "flat: scale down gradients above the bound; automatic: scale all to it.",
+            "choices": ["flat", "automatic"],
+        },
+    )
+    rank: int = field(
+        default=16,
+        metadata={"help": "Rank of the gradient projection; 0 trains in the full space."},
+    )
+    update_proj_gap: int | None = field(
+        default=None,
+        metadata={
+            "help": "Steps between new projections; 0 for never. Default: a tenth of the steps, "
+            "at most 100."
+        },
+    )
+    projection_scale: str = field(
+        default="1/sqrt(r)",
+        metadata={
+            "help": "Standard deviation of projection entries. 1/sqrt(r) keeps gradient norms; "
+            "1/r is that of the DP-GRAPE authors' code.",
+            "choices": ["1/sqrt(r)", "1/r"],
+        },
+    )
+    refresh_moments: str = field(
+        default="keep",
+        metadata={
+            "help": "Optimizer state at a new projection: keep (the paper), reset, or carry the "
+            "first moment over.",
+            "choices": ["keep", "reset", "carry"],
+        },
+    )
+    optim: str = field(  # transformers' own type would have HfArgumentParser refuse our names
+        default="adamw_torch_fused",
+        metadata={"help": "As in transformers, or muon (with AdamW for the rest), or adamw_bc."},
+    )
+    # None first, as transformers has it: HfArgumentParser fails on any other order.
+    optim_target_modules: None | str | list[str] = field(  # noqa: RUF036
+        default=None,
+        metadata={
+            "help": "Which tensors are projected: a regular expression, or a list of parts of "
+            "names; `all-linear` is the default: all pretrained tensors with both sides > rank."
+        },
+    )
+    head_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parts of names of the tensors that form the head. Default: those that the "
+            "checkpoint did not have. The head is never projected by default."
+        },
+    )
+    head_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate of the head; default: `learning_rate`."},
+    )
+    head_clip_share: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share s of the clip norm for a clip group of the head's own; the body has "
+            "sqrt(1 - s^2). Default: head and body are clipped together."
+        },
+    )
+    clip_grouping: str = field(
+        default="joint",
+        metadata={
+            "help": "joint: one norm over all tensors; layer: every layer has an equal share of "
+            "the clip norm, so that per-sample gradients are freed during backward.",
+            "choices": ["joint", "layer"],
+        },
+    )
+    head_only_steps: int = field(
+        default=0,
+        metadata={"help": "Train the head alone for that many first steps; they count fully."},
+    )
+    bf16_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Convert the weights to bfloat16, which halves their memory. Norms, sums, "
+            "noise and optimizer state stay in float32; updates are rounded stochastically."
+        },
+    )
+    muon_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "With `optim=muon`, learning rate of the matrices that Muon takes; the others "
+            "have `learning_rate`, which is also the default here."
+        },
+    )
+    dpmup_base_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder, config.json or Hub name of the narrow model on which the learning "
+            "rate was tuned: noise, clip shares and rates follow by DP-muP. No weights are read."
+        },
+    )
+    dpmup_base_rank: int | None = field(
+        default=None,
+        metadata={"help": "Rank of the projection in that tuning. Default: `rank`."},
+    )
+    accountant: str = field(
+        default="pld",
+        metadata={"help": "pld (tight) or rdp (looser).", "choices": ["pld", "rdp"]},
+    )
+    expected_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Mean number of examples per optimizer step. Default: per-device batch size x "
+            "gradient accumulation steps x processes."
+        },
+    )
+    length_grid: int = field(
+        default=8,
+        metadata={
+            "help": "Lengths are rounded up, example by example, to multiples of this, and of a "
+            "quarter of the next power of two above 4 times this, so that examples share physical "
+            "batches: 8, 16, 24, 32, 48, 64, 96, 128, ... A power of two; 0 for exact lengths."
+        },
+    )
+    log_non_private_metrics: bool = field(
+        default=False,
+        metadata={
+            "help": "Log raw training losses, and metrics on the training set, by names that start "
+            "with `non_private_`. They are NOT covered by epsilon."
+        },
+    )
+    private_loss_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share s of the clip norm for the training loss, which is then released with "
+            "the gradients, as `private_loss`, at no further epsilon; gradients keep sqrt(1 - s^2) "
+            "of the clip norm. 0.1 costs them half a percent. 0 releases no loss."
+        },
+    )
+    private_loss_bound: float = field(
+        default=5.0,
+        metadata={
+            "help": "With `private_loss_share`: an example's loss is clamped to this. The noise "
+            "grows with it; twice the loss of guessing, 2 ln(number of classes), mostly does."
+        },
+    )
+    num_tuning_trials: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many other runs on the same data led to these settings, for the record "
+            "and the card; each has spent an epsilon of its own. 0 for none. Default: not stated."
+        },
+    )
+    validation_data_is_private: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the evaluation data must be protected too, for the record and the "
+            "card: epsilon does not cover it. Default: not stated."
+        },
+    )
+    example_unit: str = field(
+        default="one row of the training set",
+        metadata={
+            "help": "What one example is, for the record and the card: whatever the guarantee "
+            "protects as a whole, as `one e-mail`. Text only; it changes nothing in the training."
+        },
+    )
+    unsafe_test_seed: int | None = field(
+        default=None,
+        metadata={
+            "help": "For tests only: fixes the noise and the sampling, which voids all privacy."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Checks everything that can be checked without model and data."""
+        own_optimizer = self.optim if self.optim in OWN_OPTIMIZERS else None
+        if own_optimizer:  # transformers does not know it by name
+            self.optim = OptimizerNames.ADAMW_TORCH
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        self.optim = own_optimizer or self.optim
+        self.check()
+        if self.expected_batch_size is None:
+            self.expected_batch_size = (
+                self.per_device_train_batch_size
+                * self.gradient_accumulation_steps
+                * self.world_size
+            )
+        if self.gradient_accumulation_steps != 1:
+            logger.info(
+                "gradient_accumulation_steps=%d is absorbed into expected_batch_size=%d: one "
+                "optimizer step is one logical batch.",
+                self.gradient_accumulation_steps,
+                self.expected_batch_size,
+            )
+            self.gradient_accumulation_steps = 1
+        # Sampling is random anew at every step: there is nothing to skip in a resumed run.
+        self.ignore_data_skip = True
+
+    def check(self) -> None:
+        """Refuses what would break the guarantee; again before each run, as arguments can change.
+
+        Raises:
+            ValueError: in one sentence.
+        """
+        refuse_what_breaks_privacy(self)
+        refuse_what_a_launcher_set(self)
+        self._check_budget()
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """Words from their lists, and numbers that have a sign."""
+        theirs = {f.name for f in fields(TrainingArguments)}
+        for f in fields(self):
+            choices = None if f.name in theirs else f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise ValueError(
+                    f"`{f.name}` must be one of {choices}, got {getattr(self, f.name)!r}."
+                )
+        zeros = {"rank": "no projection", "update_proj_gap": "never", "num_tuning_trials": "none"}
+        for name, meaning in zeros.items():
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(
+                    f"`{name}` must be 0 ({meaning}) or positive, got {getattr(self, name)}."
+                )
+        refuse_uneven_grid(self.length_grid)
+        if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
+            raise ValueError(
+                f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
+            )
+        if not 0 <= self.private_loss_share < 1:
+            raise ValueError(
+                "`private_loss_share` must be 0 (no loss is released) or between 0 and 1, got "
+                f"{self.private_loss_share}."
+            )
+        if not (self.private_loss_bound > 0 and math.isfinite(self.private_loss_bound)):
+            raise ValueError(
+                f"`private_loss_bound` must be positive and finite, got {self.private_loss_bound}."
+            )
+        if self.muon_learning_rate is not None and self.optim_name != MUON:
+            raise ValueError(
+                f"`muon_learning_rate` needs `optim={MUON}`, got `optim={self.optim_name}`; use "
+                "`learning_rate`."
+            )
+        if self.dpmup_base_model is not None:
+            refuse_against_dpmup(self.clipping, self.head_clip_share)
+
+    def _check_budget(self) -> None:
+        """Exactly one of epsilon and sigma, and a delta."""
+        require_one_budget(self.target_epsilon, self.noise_multiplier)
+        if self.noise_multiplier == 0 and not self.allow_zero_noise:
+            raise ValueError(
+                "`noise_multiplier=0` gives no privacy at all; pass `allow_zero_noise=True` if "
+                "this is a debugging run."
+            )
+        if self.target_delta is None:
+            raise ValueError(
+                "Expected `target_delta`, the delta of the (epsilon, delta) guarantee; choose it "
+                "below 1 / num_examples, for instance 1e-5 for 60,000 examples."
+            )
+
+    @property
+    def optim_name(self) -> str:
+        """The optimizer as the user writes it."""
+        return str(getattr(self.optim, "value", self.optim))
+
+    def steps_per_epoch(self, num_examples: int) -> int:
+        """Optimizer steps after which every example was drawn about once."""
+        assert self.expected_batch_size is not None
+        return steps_per_epoch(num_examples, self.expected_batch_size)
+
+    def make_plan(
+        self,
+        num_examples: int,
+        *,
+        has_head: bool = False,
+        layers: Sequence[str] = (BODY,),
+        clip_shares: Mapping[str, float] | None = None,
+    ) -> PrivacyPlan:
+        """The privacy plan of a run on `num_examples` examples; calibrates the noise.
+
+        Args:
+            num_examples: size of the training set.
+            has_head: whether some tensors form a head; `head_clip_share` and `head_only_steps`
+                need one.
+            layers: names of the body's clip groups, all with the same share.
+            clip_shares: share of each clip group where something else decides, as DP-muP.
+        """
+        assert self.expected_batch_size is not None and self.target_delta is not None
+        given = self.head_clip_share or self.head_only_steps or self.head_learning_rate
+        if given and not has_head:
+            raise ValueError(
+                "`head_learning_rate`, `head_clip_share` and `head_only_steps` need a head, but "
+                "the checkpoint had all of the model's tensors; name the head by `head_modules`."
+            )
+        shares = self._with_loss(clip_shares or self._equal_shares(layers))
+        return PrivacyPlan.calibrated(
+            target_epsilon=self.target_epsilon,
+            noise_multiplier=self.noise_multiplier,
+            num_examples=num_examples,
+            expected_batch_size=self.expected_batch_size,
+            num_steps=planned_steps(
+                num_examples,
+                self.expected_batch_size,
+                num_train_epochs=self.num_train_epochs,
+                max_steps=self.max_steps,
+            ),
+            l2_clip_norm=self.l2_clip_norm,
+            target_delta=self.target_delta,
+            clipping=self.clipping,
+            clip_shares=shares,
+            head_only_steps=self.head_only_steps,
+            private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
+            accountant=self.accountant,
+        )
+
+    def _equal_shares(self, layers: Sequence[str]) -> dict[str, float]:
+        """The head's share of the clip norm, if it has one, and equal ones for the body."""
+        head_share = self.head_clip_share or 0.0
+        shares = dict.fromkeys(layers, math.sqrt((1 - head_share**2) / len(layers)))
+        if head_share:
+            shares[HEAD] = head_share
+        return shares
+
+    def _with_loss(self, shares: Mapping[str, float]) -> Mapping[str, float]:
+        """Shares of the clip norm when the loss takes some of it; squares still sum to 1."""
+        loss_share = self.private_loss_share
+        if not loss_share:
+            return shares
+        if LOSS in shares:
+            raise ValueError(
+                f"`private_loss_share` needs the name {LOSS!r} for its clip group, but the model "
+                "has a layer of that name; use `clip_grouping=joint` or rename the layer."
+            )
+        left = math.sqrt(1 - loss_share**2)
+        return {**{name: share * left for name, share in shares.items()}, LOSS: loss_share}
+
+    def refresh_gap(self, num_steps: int) -> int:
+        """Steps between refreshes of the projections in a run of `num_steps` steps."""
+        if self.update_proj_gap is not None:
+            return self.update_proj_gap
+        return max(1, min(100, num_steps // 10))

@@ -1,0 +1,114 @@
+"""Logical batches for the private step: drawn by Poisson sampling, split into physical batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hf_dpgrape.hf.collation import AloneCollator
+from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.privacy.randomness import SecretSource, reseed_cpu_, reseed_global_
+
+#: Values that are no tensors and pass to the model as they are.
+_PRIMITIVES = (bool, int, float, str, bytes, type(None))
+
+
+class LogicalBatches(Dataset[list[PhysicalBatch]]):
+    """Maps the indices of a logical batch, none included, to its physical batches.
+
+    Every example is fetched alone and collated alone, under secret randomness of its own. A
+    physical batch joins examples whose tensors have equal names, shapes and dtypes.
+
+    Guarantees:
+        An example's tensors are a (random) function of that example, whoever is drawn beside it,
+        as long as data set and collator keep nothing from one example for the next.
+        Which examples share a physical batch, and in which order, is a function of `indices`, the
+        shapes of their tensors and the values that are no tensors.
+
+    Args:
+        examples: the training set.
+        collate: makes model inputs of a list of examples; it is always given one.
+        physical_batch_size: largest number of examples per physical batch.
+        source: seeds the global generators anew for every example.
+        length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
+        longest: most tokens that the model takes; None if it does not limit them.
+    """
+
+    def __init__(
+        self,
+        examples: Any,
+        collate: Callable[[list[Any]], Any],
+        physical_batch_size: int,
+        *,
+        source: SecretSource,
+        length_grid: int = 0,
+        longest: int | None = None,
+    ) -> None:
+        self.examples = examples
+        self.collate = collate
+        self._alone = AloneCollator(collate, length_grid=length_grid, longest=longest)
+        self._size = physical_batch_size
+        self._source = source
+
+    def __len__(self) -> int:
+        """Number of examples, as the Trainer's bookkeeping expects."""
+        return len(self.examples)
+
+    def __getitem__(self, indices: Sequence[int]) -> list[PhysicalBatch]:
+        """The physical batches of the examples at these indices."""
+        reseed_global_(self._source)
+        groups: dict[Hashable, list[dict[str, Any]]] = {}
+        for index in indices:
+            inputs = self._inputs(index)
+            groups.setdefault(_form(inputs), []).append(inputs)
+        return [
+            PhysicalBatch(len(part), _joined(part))
+            for group in groups.values()
+            for part in (group[i : i + self._size] for i in range(0, len(group), self._size))
+        ]
+
+    def _inputs(self, index: int) -> dict[str, Any]:
+        """One example's inputs."""
+        reseed_cpu_(self._source)
+        inputs = self._alone(self.examples[index])
+        if not isinstance(inputs, Mapping):
+            raise ValueError(
+                "Expected `data_collator` to return a dict of the model's inputs by name, got "
+                f"{type(inputs).__name__}."
+            )
+        # Copied at once, in case the collator returns memory that it fills again.
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
+def _form(inputs: Mapping[str, Any]) -> Hashable:
+    """What examples of one physical batch have in common: all but the contents of tensors."""
+    return tuple((name, _form_of(name, value)) for name, value in inputs.items())
+
+
+def _form_of(name: str, value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        if value.ndim == 0 or value.shape[0] != 1:
+            raise ValueError(
+                "Expected `data_collator` to return tensors with a first dimension of 1 for a list "
+                f"of one example, but `{name}`, with {value.ndim} dimensions, has none or another "
+                "size; return one row per example."
+            )
+        return value.shape[1:], value.dtype
+    if isinstance(value, _PRIMITIVES):
+        return type(value), repr(value)  # 1, True and 1.0 are equal, as are 0.0 and -0.0
+    raise ValueError(
+        f"Expected tensors or single values from `data_collator`, got `{name}` as "
+        f"{type(value).__name__}, which examples cannot share; return a tensor or leave it out."
+    )
+
+
+def _joined(part: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The inputs of several examples of one form."""
+    return {
+        name: torch.cat([inputs[name] for inputs in part]) if isinstance(value, Tensor) else value
+        for name, value in part[0].items()
+    }

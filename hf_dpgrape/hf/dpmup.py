@@ -1,0 +1,269 @@
+"""Width transfer for a run: from arguments and two models to clip groups, shares and rates.
+
+The rules are in `hf_dpgrape.width.rules`; here they meet a model, its narrow proxy and the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.hf.models import load_config
+from hf_dpgrape.hf.refusals import UNSUPPORTED_OPTIMIZERS
+from hf_dpgrape.mechanism.tensors import loaded_tensors, make_projections
+from hf_dpgrape.optim.optimizers import MUON
+from hf_dpgrape.width.rules import OptimizerKind, Transfer, transfer
+from hf_dpgrape.width.shapes import Layer, hidden_matrices, layers_of, output_layers
+
+logger = logging.get_logger(__name__)
+
+#: How configurations call the size of a head, or the number of heads that gives it.
+_NUM_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads")
+_HIDDEN_SIZES = ("hidden_size", "d_model")
+
+EXTRAPOLATION = (
+    "DP-muP's rates are derived for weights initialized in muP. This model was loaded from a "
+    "checkpoint, for which they are an extrapolation: look at `hf-dpgrape coord-check NARROW WIDE`."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthTransfer:
+    """What a run at the target's width uses, and why.
+
+    Attributes:
+        base_model: what the proxy was made from, as the user named it.
+        layers: the target's layers, by name; the tensors of each are a clip group.
+        rules: noise, clip shares and rates, by the same names.
+        optimizer: which rule the rates follow.
+        conventions: decisions about tensors that the rules do not name, one sentence each.
+    """
+
+    base_model: str
+    layers: Mapping[str, Layer]
+    rules: Transfer
+    optimizer: OptimizerKind
+    conventions: tuple[str, ...]
+
+    @cached_property
+    def clip_groups(self) -> dict[str, str]:
+        """Tensor -> name of its layer."""
+        return {name: key for key, layer in self.layers.items() for name in layer.tensors}
+
+    def rate_ratio(self, tensor: str) -> float:
+        """Learning rate of a tensor over that which was tuned on the proxy."""
+        return self.rules.rate_ratios[self.clip_groups[tensor]]
+
+    def record(self, noise_multiplier: float) -> dict[str, Any]:
+        """What `privacy.json` says about it: public numbers, and of a path the last part only."""
+        path = Path(self.base_model)
+        return {
+            "base_model": path.name if path.exists() else self.base_model,
+            "optimizer": self.optimizer,
+            "noise_ratio": self.rules.noise_ratio,
+            "proxy_noise_multiplier": self.rules.noise_ratio * noise_multiplier,
+            "rate_ratios": dict(self.rules.rate_ratios),
+            "conventions": list(self.conventions),
+        }
+
+
+def optimizer_kind(optim: str) -> OptimizerKind:
+    """Which rule an optimizer follows, by its name in transformers or its class's.
+
+    Raises:
+        ValueError: its step neither keeps nor loses the gradient's scale in a way we know.
+    """
+    name = optim.lower()
+    if not any(word in name for word in UNSUPPORTED_OPTIMIZERS):
+        if MUON in name:
+            return "muon"
+        if name == "sgd":
+            return "sgd"
+        if any(word in name for word in ("adam", "rmsprop", "lion", "adafactor", "ademamix")):
+            return "adam"
+    raise ValueError(
+        f"DP-muP knows rules for sgd, Adam-like optimizers and muon, got `optim={optim}`; choose "
+        "one of these, or leave `dpmup_base_model` out."
+    )
+
+
+def width_transfer(
+    model: nn.Module,
+    proxy: nn.Module,
+    *,
+    base_model: str = "the proxy",
+    optim: str,
+    rank: int,
+    proxy_rank: int,
+    scale: str,
+    head: frozenset[str] = frozenset(),
+    target_modules: Any = None,
+) -> WidthTransfer:
+    """The transfer from a proxy to a model; neither needs storage for its weights.
+
+    Args:
+        model: the wide model.
+        proxy: the narrow one, of the same architecture.
+        base_model: what the proxy was made from, for the record.
+        optim: value of the argument.
+        rank: rank of the projection of the wide model's run; 0 for none.
+        proxy_rank: rank in the proxy's run.
+        scale: `projection_scale` of both.
+        head: tensors that are not projected, and that Muon does not take.
+        target_modules: which tensors are projected, as `optim_target_modules`.
+
+    Raises:
+        ValueError: the models have no layer in common, or there is no rule for the optimizer.
+    """
+    kind = optimizer_kind(optim)
+
+    def layers(of: nn.Module, its_rank: int) -> dict[str, Layer]:
+        projections = make_projections(
+            of,
+            rank=its_rank,
+            scale=scale,  # type: ignore[arg-type]
+            seed=0,
+            head=head,
+            target_modules=target_modules,
+        )
+        return layers_of(
+            of,
+            {n: (p.rank, p.entry_stddev) for n, p in projections.items() if p.rank},
+            hidden=hidden_matrices(of) - head,
+        )
+
+    target, narrow = layers(model, rank), layers(proxy, proxy_rank)
+    rules = transfer(
+        {name: layer.shape for name, layer in narrow.items()},
+        {name: layer.shape for name, layer in target.items()},
+        optimizer=kind,
+    )
+    return WidthTransfer(
+        base_model=base_model,
+        layers=target,
+        rules=rules,
+        optimizer=kind,
+        conventions=tuple(_conventions(model, proxy, target, narrow, kind)),
+    )
+
+
+def _conventions(
+    model: nn.Module,
+    proxy: nn.Module,
+    target: Mapping[str, Layer],
+    narrow: Mapping[str, Layer],
+    kind: OptimizerKind,
+) -> list[str]:
+    """What was decided about tensors and settings that the rules do not name."""
+    kinds: dict[str, list[str]] = {}
+    for name, layer in target.items():
+        kinds.setdefault(layer.shape.kind, []).append(name)
+    said = ["A layer is a module; its tensors share a clip group and a rate (biases, too)."]
+    if lookups := kinds.get("lookup"):
+        said.append(f"Lookups take one row at a time, n_in = 1: {_some(lookups)}.")
+    if vectors := kinds.get("vector"):
+        rate = "the base rate over the noise" if kind == "sgd" else "the base rate"
+        said.append(f"Vectors of their own have {rate}: {_some(vectors)}.")
+    tied = [n for n in output_layers(model) if n in target and target[n].shape.kind == "lookup"]
+    if tied:
+        said.append(f"The output layer is tied to `{tied[0]}` and has the rate of that lookup.")
+    if alone := sorted(target.keys() - narrow.keys()):
+        said.append(
+            "Without a partner in the proxy, hence with the base rate and an equal share of the "
+            f"clip norm: {_some(alone)}."
+        )
+    if alone := sorted(narrow.keys() - target.keys()):
+        said.append(f"Only in the proxy, hence ignored: {_some(alone)}.")
+    sizes = [_head_size(getattr(m, "config", None)) for m in (proxy, model)]
+    if sizes[0] != sizes[1]:
+        said.append(
+            f"Attention heads have size {sizes[0]} in the proxy and {sizes[1]} here: muP's scale "
+            "1 / d_head is not applied; widen a model by more heads of one size."
+        )
+    said.append("Decoupled weight decay follows each tensor's rate.")
+    said.append("For weights that are not initialized in muP, as a checkpoint's, it extrapolates.")
+    return said
+
+
+def _some(names: list[str]) -> str:
+    """A list that stays readable for models of many layers."""
+    shown = ", ".join(f"`{name}`" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _head_size(config: Any) -> int | None:
+    """Size of an attention head, where a configuration tells it."""
+    if size := getattr(config, "head_dim", None) or getattr(config, "d_kv", None):
+        return int(size)
+    heads = next((getattr(config, name) for name in _NUM_HEADS if hasattr(config, name)), None)
+    hidden = next((getattr(config, name) for name in _HIDDEN_SIZES if hasattr(config, name)), None)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return None  # as in Swin, whose stages differ
+    return hidden // heads
+
+
+def proxy_of(model: Any, base_model: str) -> nn.Module:
+    """The narrow model of a configuration, of the class and with the labels of a model, on meta.
+
+    Args:
+        model: a model of transformers.
+        base_model: folder, config.json or name on the Hub.
+
+    Raises:
+        ValueError: the model is not transformers' own, or the configuration is another type's.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            "`dpmup_base_model` needs a model of transformers, whose class is built again from the "
+            f"narrow configuration, got {type(model).__name__}; override `dpmup_proxy` in a "
+            "subclass of the trainer to return the narrow model."
+        )
+    config = load_config(base_model)
+    if config.model_type != model.config.model_type:
+        raise ValueError(
+            f"Expected `dpmup_base_model` to be a {model.config.model_type!r} as the model is, got "
+            f"{config.model_type!r}; name a narrow model of the same architecture."
+        )
+    config.num_labels = model.config.num_labels
+    if hasattr(model.config, "tie_word_embeddings"):
+        config.tie_word_embeddings = model.config.tie_word_embeddings
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def resolve(
+    args: DPGrapeTrainingArguments, model: nn.Module, proxy: nn.Module, head: frozenset[str]
+) -> WidthTransfer:
+    """The transfer that a trainer's arguments ask for.
+
+    Args:
+        args: the arguments, with the proxy's tuned values.
+        model: the wide model.
+        proxy: the narrow one; what is frozen in the model is frozen there.
+        head: tensors of the model that are not projected.
+    """
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    for name, parameter in proxy.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if loaded_tensors(model):
+        logger.warning_once(EXTRAPOLATION)
+    return width_transfer(
+        model,
+        proxy,
+        base_model=str(args.dpmup_base_model),
+        optim=args.optim_name,
+        rank=args.rank,
+        proxy_rank=args.rank if args.dpmup_base_rank is None else args.dpmup_base_rank,
+        scale=args.projection_scale,
+        head=head,
+        target_modules=args.optim_target_modules,
+    )

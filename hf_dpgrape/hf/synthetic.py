@@ -1,0 +1,210 @@
+"""Synthetic examples: made-up inputs of a model, on which it is rehearsed before training.
+
+They have the structure of a collated example (names, dtypes, numbers of dimensions), which is
+public, and contents from the model's configuration: token ids that it knows, random labels of the
+right kind, masks. Of the training data no value is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpgrape.gradients.rehearsal import CONSTANT, PADDED, Batch
+from hf_dpgrape.hf.losses import IGNORED, task_name_of
+
+#: Lengths of the two shapes that a model of sequences is rehearsed at, and of its labels where they
+#: have a length of their own.
+_LENGTHS, _LABEL_LENGTHS = (8, 16), (5, 9)
+
+#: Tasks whose labels are tokens.
+_TOKEN_TASKS = (
+    "text-generation",
+    "fill-mask",
+    "text2text-generation",
+    "automatic-speech-recognition",
+)
+
+_SPECIAL_TOKENS = (
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "sep_token_id",
+    "cls_token_id",
+    "mask_token_id",
+    "decoder_start_token_id",
+    "image_token_id",
+)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class SyntheticExamples:
+    """Makes examples for one model.
+
+    Args:
+        model: the model with the task head.
+        structure: one collated example, of which names, dtypes and shapes are used.
+    """
+
+    def __init__(self, model: nn.Module, structure: Mapping[str, Any]) -> None:
+        self._model = model
+        self._dtypes = {k: v.dtype for k, v in structure.items() if isinstance(v, Tensor)}
+        self._rest = {k: v for k, v in structure.items() if not isinstance(v, Tensor)}
+        self._shape = {k: tuple(v.shape[1:]) for k, v in structure.items() if isinstance(v, Tensor)}
+        self._num_tokens = _num_tokens(model)
+        self._config = getattr(model, "config", None)
+
+    def choices(self) -> list[list[Batch]]:
+        """Batches of two short shapes; and, should the model not take these, of the example's."""
+        own = [self.of_shape(self._shape)]
+        length = self._length()
+        if length is None:
+            return [own]
+        small = [
+            self.of_shape(
+                {k: _resized(k, shape, length, *sizes) for k, shape in self._shape.items()}
+            )
+            for sizes in zip(_LENGTHS, _LABEL_LENGTHS, strict=True)
+        ]
+        return [small, own]
+
+    def like(self, inputs: Mapping[str, Any]) -> Batch:
+        """Batches of the shape of these inputs."""
+        return self.of_shape({k: tuple(v.shape[1:]) for k, v in inputs.items() if k in self._shape})
+
+    def of_shape(self, shapes: Shapes) -> Batch:
+        """Batches of examples of one shape; an example's number decides what it holds."""
+
+        def batch(samples: Sequence[int]) -> dict[str, Any]:
+            examples = [self._example(number, shapes) for number in samples]
+            return {
+                **self._rest,
+                **{key: torch.stack([example[key] for example in examples]) for key in shapes},
+            }
+
+        return batch
+
+    def _length(self) -> int | None:
+        """Length of the sequences in the structure; None for other inputs."""
+        whole = {k: d for k, d in self._dtypes.items() if not d.is_floating_point}
+        names = ["input_ids", "decoder_input_ids", "labels", *whole]
+        return next((self._shape[n][0] for n in names if n in whole and self._shape[n]), None)
+
+    def _example(self, number: int, shapes: Shapes) -> dict[str, Tensor]:
+        """One example."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        ids = next((s for k, s in shapes.items() if k.endswith("input_ids") and s), None)
+        length = ids[-1] if ids else None
+        real = None if length is None else _real(number, length)
+        return {
+            key: self._value(key, shape, number, real, generator) for key, shape in shapes.items()
+        }
+
+    def _value(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        number: int,
+        real: Tensor | None,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """What one key of one example holds."""
+        dtype = self._dtypes[key]
+        is_sequence = real is not None and len(shape) > 0 and shape[-1] == len(real)
+        if "mask" in key:
+            value = torch.ones(shape)
+            if key.startswith("global"):
+                value = torch.zeros(shape)
+                value[..., 0] = 1
+            elif is_sequence and real is not None:
+                value = value * real
+            return value.to(dtype)
+        if dtype.is_floating_point:
+            drawn = torch.rand if "label" in key else torch.randn
+            value = drawn(shape, generator=generator)
+            return (torch.full(shape, 0.5) if number >= CONSTANT else value).to(dtype)
+        if key.endswith("input_ids"):
+            return self._tokens(shape, number, real if is_sequence else None, generator).to(dtype)
+        if key.endswith("position_ids"):
+            return torch.arange(shape[-1]).expand(shape).to(dtype)
+        highest = self._highest(key, shape)
+        value = torch.randint(highest, shape, generator=generator)
+        if key == "bbox":
+            value = value.sort(dim=-1).values[..., [0, 1, 2, 3]]
+        if "label" in key and is_sequence:
+            assert real is not None
+            value = value.masked_fill(~real, IGNORED)
+        return value.to(dtype)
+
+    def _tokens(
+        self, shape: tuple[int, ...], number: int, real: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """Token ids: ordinary ones, the end of the text, padding."""
+        special = {getattr(self._config, name, None) for name in _SPECIAL_TOKENS}
+        ordinary = [i for i in range(min(self._num_tokens, 4096)) if i not in special] or [0]
+        pick = torch.randint(len(ordinary), shape, generator=generator)
+        if number >= CONSTANT:
+            pick = torch.full(shape, number % len(ordinary))
+        tokens = torch.tensor(ordinary)[pick]
+        end, pad = (getattr(self._config, f"{name}_token_id", None) for name in ("eos", "pad"))
+        last = -1 if real is None else int(real.nonzero()[-1])
+        if isinstance(end, int) and end != pad and len(shape) == 1:
+            tokens[last] = end
+        if real is not None:
+            tokens = tokens.masked_fill(~real, pad if isinstance(pad, int) else 0)
+        return tokens
+
+    def _highest(self, key: str, shape: tuple[int, ...]) -> int:
+        """One more than the largest value of an integer input."""
+        if "label" in key:
+            if task_name_of(self._model) in _TOKEN_TASKS:
+                return self._num_tokens
+            return max(2, getattr(self._config, "num_labels", 2) or 2)
+        if key.endswith("positions"):
+            return self._shape_length_or(4)
+        if key == "token_type_ids":
+            return max(1, getattr(self._config, "type_vocab_size", 1) or 1)
+        return 1000 if key == "bbox" else 2
+
+    def _shape_length_or(self, default: int) -> int:
+        return min(self._length() or default, default)
+
+
+def _real(number: int, length: int) -> Tensor:
+    """Which positions of an example are not padding, (length,)."""
+    place = torch.arange(length)
+    if not PADDED <= number < CONSTANT:
+        return place >= 0
+    num_real = max(1, math.ceil(length / 2) + (number - PADDED) % 2 - (number - PADDED) // 2)
+    return place < num_real
+
+
+def _resized(
+    key: str, shape: tuple[int, ...], length: int, short: int, short_labels: int
+) -> tuple[int, ...]:
+    """A shape with another length in place of that of the sequences."""
+    if "label" in key and len(shape) == 1 and shape[0] != length:
+        return (short_labels,)
+    return tuple(short if size == length else size for size in shape)
+
+
+def _num_tokens(model: nn.Module) -> int:
+    """How many tokens a model knows; 2 if it has no table of them."""
+    get: Callable[[], Any] | None = getattr(model, "get_input_embeddings", None)
+    try:
+        table = get() if get is not None else None
+    except (NotImplementedError, AttributeError):
+        table = None
+    if isinstance(table, nn.Embedding):
+        return table.num_embeddings
+    sizes = [
+        module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and "pos" not in name and "type" not in name
+    ]
+    return min(sizes, default=2)

@@ -1,0 +1,149 @@
+"""Which tensors are trained, how each is projected, and what cannot be trained exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_dpgrape.gradients.sites import Site, find_sites, refusal
+from hf_dpgrape.subspace.projection import Projection, Scale
+
+#: Set by transformers on the tensors that a checkpoint did have.
+_LOADED_FLAG = "_is_hf_initialized"
+
+#: Differing names that an error text shows.
+_NUM_SHOWN = 3
+
+TargetModules = str | list[str] | None
+
+
+def newly_initialized(model: nn.Module) -> frozenset[str]:
+    """Trainable tensors that the checkpoint did not have, such as a fresh classification head.
+
+    Empty for a model that was not loaded from a checkpoint at all: then no part of it is fresher
+    than the rest.
+    """
+    loaded = loaded_tensors(model)
+    if not loaded:
+        return frozenset()
+    return frozenset(n for n, p in model.named_parameters() if p.requires_grad and n not in loaded)
+
+
+def loaded_tensors(model: nn.Module) -> frozenset[str]:
+    """Tensors that came from a checkpoint; empty for a model made from a configuration."""
+    return frozenset(n for n, p in model.named_parameters() if getattr(p, _LOADED_FLAG, False))
+
+
+def refuse_other_tensors(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuses a model whose trainable tensors are no longer those that a run began with.
+
+    Args:
+        model: the model as it is now.
+        weights: the tensors that the run trains, by canonical name.
+
+    Raises:
+        RuntimeError: a tensor was frozen, thawed, or exchanged for another.
+    """
+    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = sorted({*now, *weights})
+    if changed := [f"`{n}`" for n in names if now.get(n) is not weights.get(n)]:
+        more = f" and {len(changed) - _NUM_SHOWN} more" if len(changed) > _NUM_SHOWN else ""
+        raise RuntimeError(
+            "Expected the trainable tensors that the run began with, but some were frozen, thawed "
+            f"or exchanged since ({', '.join(changed[:_NUM_SHOWN])}{more}): set `requires_grad` "
+            "before `train()`, and leave it."
+        )
+
+
+def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:
+    """Names with one of these parts between dots, as `head` in `model.head.weight`."""
+    return frozenset(n for n in names if any(f".{part}." in f".{n}." for part in parts))
+
+
+def _is_target(name: str, target_modules: TargetModules, head: frozenset[str]) -> bool:
+    """Whether a tensor is to be projected, its shape permitting."""
+    if target_modules is None or target_modules == "all-linear":
+        return name not in head
+    if isinstance(target_modules, str):
+        return re.search(target_modules, name) is not None
+    return bool(matching([name], target_modules))
+
+
+def make_projections(
+    model: nn.Module,
+    *,
+    rank: int,
+    scale: Scale,
+    seed: int,
+    head: frozenset[str],
+    target_modules: TargetModules = None,
+) -> dict[str, Projection]:
+    """The projection of every trainable tensor, by canonical name.
+
+    Args:
+        model: the model; tied tensors appear once, under the first of their names.
+        rank: r; 0 for full-space training.
+        scale: standard deviation of the projections' entries.
+        seed: public seed.
+        head: tensors that are not projected by default.
+        target_modules: which are projected: a regular expression or parts of names; None for all
+            but the head.
+    """
+    return {
+        name: Projection(
+            name,
+            p.shape,
+            rank=rank if _is_target(name, target_modules, head) else 0,
+            scale=scale,
+            seed=seed,
+            device=p.device,
+        )
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What happens to one trainable tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    projected_shape: tuple[int, ...]
+    rule: str
+    problem: str = ""
+
+
+def sites_or_problems(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
+    """Sites of all trainable tensors, and the reasons why some tensors or modules are refused."""
+    names = {n for n, p in model.named_parameters() if p.requires_grad}
+    sites, problems = find_sites(model, names)
+    for name, module in model.named_modules():
+        if reason := refusal(module):
+            problems[name] = reason
+    return sites, problems
+
+
+def report_tensors(
+    model: nn.Module, *, rank: int, head: frozenset[str], target_modules: TargetModules = None
+) -> list[TensorReport]:
+    """One row per trainable tensor, and one per module that is refused as a whole."""
+    sites, problems = sites_or_problems(model)
+    rules: dict[str, list[str]] = {}
+    for site in sites:
+        for name in site.tensors.values():
+            rules.setdefault(name, []).append(site.rule_name)
+    rows = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        wanted = rank if _is_target(name, target_modules, head) else 0
+        projected = Projection(name, p.shape, rank=wanted).shape
+        rule = " + ".join(dict.fromkeys(rules.get(name, [])))
+        problem = problems.pop(name, "")
+        rows.append(TensorReport(name, tuple(p.shape), tuple(projected), rule, problem))
+    rows += [TensorReport(name, (), (), "", reason) for name, reason in problems.items()]
+    return rows

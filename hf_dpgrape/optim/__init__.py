@@ -1,0 +1,1 @@
+"""Optimizers that ordinary libraries lack, and how their groups are made."""

@@ -1,0 +1,91 @@
+"""Two processes: the noise is in the sum of both once, and both see the same gradient."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+NUM_COORDINATES, SIGMA, CLIP, DIVISOR = 20_000, 1.7, 0.3, 8
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from torch import distributed, nn
+import hf_dpgrape
+from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.mechanism.private_step import PrivateStep
+from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
+from hf_dpgrape.privacy.randomness import SecretSource
+from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.subspace.projection import Projection
+
+rank, folder, root, size, sigma, clip, divisor = sys.argv[1:]
+assert Path(hf_dpgrape.__file__).is_relative_to(root), hf_dpgrape.__file__
+meeting = f"file://{folder}/meeting"
+distributed.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=2)
+plan = PrivacyPlan(
+    num_examples=100, expected_batch_size=int(divisor), num_steps=1, target_delta=1e-5,
+    noise_multiplier=float(sigma), l2_clip_norm=float(clip),
+)
+model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(int(size)))})
+projections = {"w": Projection("w", model["w"].shape, rank=0)}
+step = PrivateStep(
+    ledger=RunLedger(plan), recorder=Recorder(model, [], projections, {}),
+    subspace=Subspace(dict(model.named_parameters()), projections), clip_groups={"w": BODY},
+    source=SecretSource(unsafe_seed=40 + int(rank)),
+)
+step([], lambda inputs: inputs)
+torch.save(model["w"].grad, f"{folder}/{rank}.pt")
+distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """What two processes release about nobody: noise alone."""
+    folder, root = tmp_path_factory.mktemp("noise"), Path(__file__).parents[2]
+    (folder / "step.py").write_text(SCRIPT)
+    numbers = [str(n) for n in (NUM_COORDINATES, SIGMA, CLIP, DIVISOR)]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(folder / "step.py"), str(rank), str(folder), str(root), *numbers],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors[-3000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def has_noise_once(gradient: torch.Tensor) -> bool:
+    """Whether these are so many draws of the planned noise; 2.5 % are five standard errors."""
+    want = SIGMA * CLIP / DIVISOR
+    return abs(float(gradient.std()) / want - 1) < 5 / math.sqrt(2 * NUM_COORDINATES)
+
+
+def test_noise_is_added_once(gradients: list[torch.Tensor]) -> None:
+    first, second = gradients
+    assert torch.equal(first, second)
+    assert has_noise_once(first)
+    want = SIGMA * CLIP / DIVISOR
+    assert abs(float(first.mean())) < 5 * want / math.sqrt(NUM_COORDINATES)
+
+
+@pytest.mark.parametrize("factor", [0.0, math.sqrt(2), 0.5, 1.1, 0.9])
+def test_noise_of_none_or_of_both_is_rejected(factor: float) -> None:
+    draws = torch.randn(NUM_COORDINATES, generator=torch.Generator().manual_seed(6))
+    assert has_noise_once(draws * SIGMA * CLIP / DIVISOR)
+    assert not has_noise_once(draws * factor * SIGMA * CLIP / DIVISOR)
