@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from capture.test_exactness import REFUSED, SPINE
+from gradients.test_exactness import REFUSED, SPINE
 from families import CASES, HEADS
 
 README = Path(__file__).parents[1] / "README.md"
