@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradients.test_exactness import REFUSED, SPINE
 from families import CASES, HEADS
+from gradients.test_exactness import REFUSED, SPINE
 
 README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- coverage -->", "<!-- end of coverage -->"

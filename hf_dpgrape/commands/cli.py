@@ -6,21 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from hf_dpgrape.artifacts.record import finite
 from hf_dpgrape.commands.budget import add_run_arguments, plan_of
+from hf_dpgrape.commands.check import add_parser as add_check
 from hf_dpgrape.commands.memory.command import add_parser as add_memory
 from hf_dpgrape.commands.width.command import add_parsers as add_widths
 from hf_dpgrape.privacy.accounting import Accountant
 from hf_dpgrape.privacy.plan import PrivacyPlan, steps_per_epoch
-
-if TYPE_CHECKING:
-    from hf_dpgrape.hf.models import ModelReport
 
 #: Rows of the table of epochs; longer runs show evenly spaced epochs.
 _MAX_EPOCH_ROWS = 10
@@ -45,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-dpgrape", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_budget(commands)
-    _add_check(commands)
+    add_check(commands)
     add_memory(commands)
     _add_report(commands)
     add_widths(commands)
@@ -154,72 +151,6 @@ def _epoch_table(report: dict[str, Any]) -> Table:
 
 def _number(epsilon: float | None) -> str:
     return "infinite" if epsilon is None else f"{epsilon:.4f}"
-
-
-# ---- check ---------------------------------------------------------------------------------
-
-
-def _add_check(commands: Any) -> None:
-    check = commands.add_parser("check", help="what happens to each tensor of a model")
-    check.set_defaults(run=_check)
-    add = check.add_argument
-    add("model", metavar="MODEL_OR_CONFIG", help="folder, config.json or name on the Hub")
-    add("--rank", type=int, default=16, help="rank of the projection, 0 for none (default: 16)")
-    add("--task", default="auto", help="head, as `causal-lm` (default: the configuration's own)")
-    add("--head_modules", nargs="+", help="parts of names of the tensors that form a new head")
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    # Here, so that `budget` starts without torch and transformers.
-    from hf_dpgrape.hf.losses import loss_of
-    from hf_dpgrape.hf.models import build_on_meta, inspect_model, load_config
-
-    model = build_on_meta(load_config(arguments.model), arguments.task)
-    report = inspect_model(model, rank=arguments.rank, head_modules=arguments.head_modules)
-    has_loss = loss_of(model) is not None
-    if arguments.json:
-        print(json.dumps({**report.to_dict(), "has_loss": has_loss}, indent=2, allow_nan=False))
-    else:
-        tables = [_tensor_table(report), _totals_table(report, has_loss)]
-        Console().print(*tables, *([_refused_table(report)] if report.refused else []))
-    return 1 if report.refused else 0
-
-
-def _tensor_table(report: ModelReport) -> Table:
-    table = Table(title=report.architecture)
-    table.add_column("tensor", overflow="fold")
-    for column in ("shape", "projected", "rule"):
-        table.add_column(column)
-    for t in report.tensors:
-        projected = "-" if t.shape == t.projected_shape else _shape(t.projected_shape)
-        table.add_row(t.name, _shape(t.shape), projected, t.rule)
-    return table
-
-
-def _refused_table(report: ModelReport) -> Table:
-    table = Table(title="Refused: freeze or replace it before training")
-    table.add_column("tensor or module", overflow="fold")
-    table.add_column("reason")
-    for name, reason in report.refused.items():
-        table.add_row(name, escape(reason))
-    return table
-
-
-def _totals_table(report: ModelReport, has_loss: bool) -> Table:
-    table = Table(title="Totals", show_header=False)
-    share = report.num_projected_parameters / max(report.num_parameters, 1)
-    table.add_row("tensors that can be trained", f"{len(report.tensors):,}")
-    table.add_row("parameters in them", f"{report.num_parameters:,}")
-    table.add_row("share of parameters projected", f"{share:.1%}")
-    table.add_row("floats per sample", f"{report.num_floats_per_sample:,}")
-    table.add_row("taken for a new head", ", ".join(report.head) or "none")
-    table.add_row("per-sample loss", "built in" if has_loss else "pass `compute_loss_func`")
-    table.add_row("refused", f"{len(report.refused):,}")
-    return table
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 # ---- report --------------------------------------------------------------------------------

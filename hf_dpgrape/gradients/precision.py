@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -23,7 +24,9 @@ def full_float32(device: torch.device) -> Iterator[None]:
     Args:
         device: where the operands are.
     """
-    libraries = [getattr(getattr(torch.backends, name), "matmul", None) for name in _LIBRARIES]
+    libraries: list[Any] = [
+        getattr(getattr(torch.backends, name), "matmul", None) for name in _LIBRARIES
+    ]
     newer = [library for library in libraries if hasattr(library, "fp32_precision")]
     before = [library.fp32_precision for library in newer]
     for library in newer:

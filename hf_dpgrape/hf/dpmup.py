@@ -1,6 +1,6 @@
 """Width transfer for a run: from arguments and two models to clip groups, shares and rates.
 
-The rules are in `hf_dpgrape.width.rules`; here they meet a model, its narrow proxy and the arguments.
+The half of DP-muP that knows arguments and models of Hugging Face; the rules are in `width`.
 """
 
 from __future__ import annotations

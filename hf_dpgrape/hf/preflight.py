@@ -16,7 +16,15 @@ from hf_dpgrape.mechanism.tensors import sites_or_problems
 
 
 class RefusedModelError(ValueError):
-    """A model that cannot be trained privately as it is."""
+    """A model that cannot be trained privately as it is.
+
+    Attributes:
+        problems: name of a tensor or module -> why it cannot be trained.
+    """
+
+    def __init__(self, message: str, problems: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.problems = dict(problems)
 
 
 def refuse(model: nn.Module, problems: Mapping[str, str]) -> None:
@@ -25,7 +33,8 @@ def refuse(model: nn.Module, problems: Mapping[str, str]) -> None:
         raise RefusedModelError(
             f"`{type(model).__name__}` cannot be trained privately as it is: "
             + "; ".join(f"`{name}`: {reason}" for name, reason in problems.items())
-            + ". Freeze what cannot be trained with `requires_grad_(False)`."
+            + ". Freeze what cannot be trained with `requires_grad_(False)`.",
+            problems,
         )
 
 

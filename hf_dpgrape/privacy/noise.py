@@ -18,8 +18,9 @@ def add_gaussian_noise_(
 
     The noise is drawn in float64, whatever the sums are, and rounded once, when it is added. torch
     draws normal numbers by the method of Box and Muller: their radius is `sqrt(-2 log(v))` for a
-    uniform v, and no pair goes further than the smallest v. In float32 that is 2^-24 on a CPU, hence
-    5.77 standard deviations, within reach of a clipped gradient. In float64 it is 2^-53, hence 8.57.
+    uniform v, and no pair goes further than the smallest v. In float32 that is 2^-24 on a CPU,
+    hence 5.77 standard deviations, within reach of a clipped gradient. In float64 it is 2^-53,
+    hence 8.57.
 
     Guarantees:
         The noise has the tails of a normal distribution up to 8.57 standard deviations; the sums
@@ -39,7 +40,7 @@ def add_gaussian_noise_(
             raise TypeError(f"Noise needs a float32 or float64 sum, got {tensor.dtype}.")
         if noise_stddev > 0:
             flat = tensor.reshape(-1)
-            for chunk in flat.split(_CHUNK):
+            for chunk in torch.split(flat, _CHUNK):
                 noise = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device)
                 chunk.add_(noise.normal_(0.0, noise_stddev, generator=generator))
             tensor.copy_(flat.view_as(tensor))  # where the sum was not contiguous, flat is a copy

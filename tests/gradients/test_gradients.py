@@ -308,7 +308,7 @@ def test_cut_off_of_huge_factors() -> None:
 @pytest.mark.parametrize(
     ("num_positions", "m", "n", "at_least"),
     [
-        (1, 64, 48, 0.99999),
+        (1, 64, 48, 0.9999),
         (128, 256, 100, 0.997),
         (128, 3072, 768, 0.997),
         (512, 3000, 1096, 0.99),
