@@ -1,0 +1,150 @@
+"""`hf-dpgrape check`: what happens to each tensor of a model, and whether it is exact."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_dpgrape.gradients.rehearsal import Rehearsal
+    from hf_dpgrape.hf.models import ModelReport
+
+#: Parameters above which a model is rehearsed with fewer layers, which repeat each other.
+_MOST_PARAMETERS = 200_000_000
+
+#: What configurations call their numbers of layers.
+_DEPTHS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `check`."""
+    check = commands.add_parser("check", help="what happens to each tensor of a model")
+    check.set_defaults(run=_check)
+    add = check.add_argument
+    add("model", metavar="MODEL_OR_CONFIG", help="folder, config.json or name on the Hub")
+    add("--rank", type=int, default=16, help="rank of the projection, 0 for none (default: 16)")
+    add("--task", default="auto", help="head, as `causal-lm` (default: the configuration's own)")
+    add("--head_modules", nargs="+", help="parts of names of the tensors that form a new head")
+    add("--no_rehearsal", action="store_true", help="do not run the model on synthetic examples")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    # Here, so that `budget` starts without torch and transformers.
+    from hf_dpgrape.hf.losses import loss_of
+    from hf_dpgrape.hf.models import build_on_meta, inspect_model, load_config
+
+    model = build_on_meta(load_config(arguments.model), arguments.task)
+    report = inspect_model(model, rank=arguments.rank, head_modules=arguments.head_modules)
+    has_loss = loss_of(model) is not None
+    said = "not done"
+    if has_loss and not report.refused and not arguments.no_rehearsal:
+        report, said = _with_rehearsal(report, model, arguments)
+    facts = {"has_loss": has_loss, "rehearsal": said}
+    if arguments.json:
+        print(json.dumps({**report.to_dict(), **facts}, indent=2, allow_nan=False))
+    else:
+        tables = [_tensor_table(report), _totals_table(report, has_loss, said)]
+        Console().print(*tables, *([_refused_table(report)] if report.refused else []))
+    return 1 if report.refused else 0
+
+
+def _with_rehearsal(
+    report: ModelReport, model: nn.Module, arguments: argparse.Namespace
+) -> tuple[ModelReport, str]:
+    """The report with what a rehearsal refuses, and the rehearsal's outcome in words."""
+    from hf_dpgrape.hf.models import build_model, load_config
+
+    config, depth = load_config(arguments.model), ""
+    if sum(p.numel() for p in model.parameters()) > _MOST_PARAMETERS:
+        for name in _DEPTHS:
+            if isinstance(getattr(config, name, None), int):
+                setattr(config, name, min(2, getattr(config, name)))
+        depth = ", with two layers of each kind"
+    config.dtype = "float32"
+    try:
+        found = _rehearse(build_model(config, arguments.task, device="cpu"), arguments)
+    except ValueError as error:
+        refused = dict(getattr(error, "problems", {report.architecture: str(error)}))
+        return replace(report, refused=refused), f"refused{depth}"
+    worst = max(found.errors.values())
+    return report, f"exact within {worst:.0e} of one backward per example{depth}"
+
+
+def _rehearse(model: nn.Module, arguments: argparse.Namespace) -> Rehearsal:
+    """Runs a model with random weights on synthetic examples.
+
+    Raises:
+        ValueError: it cannot be trained privately.
+    """
+    from hf_dpgrape.commands.memory.setting import Setting, make_batch
+    from hf_dpgrape.gradients.rehearsal import Rehearser
+    from hf_dpgrape.hf.losses import PerSampleLoss
+    from hf_dpgrape.hf.models import new_head
+    from hf_dpgrape.hf.preflight import checked_sites, rehearsed
+    from hf_dpgrape.hf.synthetic import SyntheticExamples
+    from hf_dpgrape.mechanism.tensors import make_projections
+
+    structure = make_batch(model, Setting(batch_size=1, seq_len=12), 1)
+    loss = PerSampleLoss(model)
+    projections = make_projections(
+        model,
+        rank=arguments.rank,
+        scale="1/sqrt(r)",
+        seed=0,
+        head=new_head(model, arguments.head_modules),
+    )
+    rehearser = Rehearser(model, checked_sites(model), projections, lambda x: loss(model, x))
+    examples = SyntheticExamples(model, structure)
+    return rehearsed(model, rehearser, examples, lambda inputs: loss.settle(model, inputs))
+
+
+def _tensor_table(report: ModelReport) -> Table:
+    table = Table(title=report.architecture)
+    table.add_column("tensor", overflow="fold")
+    for column in ("shape", "projected", "rule"):
+        table.add_column(column)
+    for t in report.tensors:
+        projected = "-" if t.shape == t.projected_shape else _shape(t.projected_shape)
+        table.add_row(t.name, _shape(t.shape), projected, t.rule)
+    return table
+
+
+def _refused_table(report: ModelReport) -> Table:
+    table = Table(title="Refused: freeze or replace it before training")
+    table.add_column("tensor or module", overflow="fold")
+    table.add_column("reason")
+    for name, reason in report.refused.items():
+        table.add_row(name, escape(reason))
+    return table
+
+
+def _totals_table(report: ModelReport, has_loss: bool, rehearsal: str) -> Table:
+    table = Table(title="Totals", show_header=False)
+    share = report.num_projected_parameters / max(report.num_parameters, 1)
+    table.add_row("tensors that can be trained", f"{len(report.tensors):,}")
+    table.add_row("parameters in them", f"{report.num_parameters:,}")
+    table.add_row("share of parameters projected", f"{share:.1%}")
+    table.add_row("floats per sample", f"{report.num_floats_per_sample:,}")
+    table.add_row("taken for a new head", ", ".join(report.head) or "none")
+    table.add_row("per-sample loss", "built in" if has_loss else "pass `compute_loss_func`")
+    table.add_row("rehearsal", rehearsal)
+    table.add_row("refused", f"{len(report.refused):,}")
+    return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
