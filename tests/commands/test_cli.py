@@ -102,9 +102,15 @@ def test_budget_tables(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "target"),
     [
-        ({"num_train_epochs": "1e9"}, 2.3),
-        ({"num_train_epochs": None, "max_steps": "1000000"}, 2.3),
-        ({"num_train_epochs": None, "max_steps": "1000000", "target_epsilon": "0.01"}, 0.01),
+        pytest.param({"num_train_epochs": "1e9"}, 2.3, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_train_epochs": None, "max_steps": "1000000"}, 2.3, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"num_train_epochs": None, "max_steps": "1000000", "target_epsilon": "0.01"},
+            0.01,
+            marks=pytest.mark.slow,
+        ),
         ({"target_epsilon": "1000"}, 1000.0),
         ({"expected_batch_size": "701", "max_steps": "1000", "num_train_epochs": None}, 2.3),
         ({"num_examples": "1", "expected_batch_size": "1"}, 2.3),
@@ -304,3 +310,23 @@ def test_config_without_architecture_needs_a_task(
     assert main(["check", str(tmp_path)]) == 2
     assert "choose a `--task` out of causal-lm" in capsys.readouterr().err
     assert main(["check", str(tmp_path), "--task", "token-classification"]) == 0
+
+
+def test_check_refuses_what_the_trainer_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {**SIZES["roberta"], "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    sizes["architectures"] = ["DebertaV2ForMaskedLM"]
+    AutoConfig.for_model("deberta-v2", **sizes).save_pretrained(tmp_path / "deberta")
+    code, report = check(capsys, str(tmp_path / "deberta"))
+    assert code == 1 and report["rehearsal"] == "refused"
+    assert any("pos_key_proj" in name for name in report["refused"])
+    code, report = check(capsys, str(tmp_path / "deberta"), "--no_rehearsal")
+    assert code == 0 and report["rehearsal"] == "not done"
+
+
+def test_check_compares_with_one_backward_per_example(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = check(capsys, str(folder / "roberta"))
+    assert report["rehearsal"].startswith("exact within ")
