@@ -24,6 +24,7 @@ For each of some shapes:
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpgrape.gradients.draws import Draws, foreign_draws, shared_draws
+from hf_dpgrape.gradients.forms import PerSampleGradients
 from hf_dpgrape.gradients.isolation import own_tensors_detached, watched_rows
 from hf_dpgrape.gradients.layout import Layout, Layouts
 from hf_dpgrape.gradients.observation import observe_layouts
@@ -63,7 +65,9 @@ _NEIGHBORS = (
     "that look across the batch, an expert's capacity)"
 )
 
+#: The batch of which most is asked, and the places in it that are compared with other batches.
 _TOGETHER = (1, 0, PADDED, 2, CONSTANT)
+_COMPARED = (1, 2, 4)
 #: Batches in which the sample at a place of `_TOGETHER` has none of its neighbors; all of them hold
 #: some padding, since kernels may be others where there is none.
 _OTHERS = {
@@ -97,15 +101,14 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class _Taken:
-    """Losses and per-sample gradients of one batch."""
+    """Losses of one batch, and the gradients of the samples at some of its places."""
 
     losses: Tensor
-    gradients: list[dict[str, Tensor]]
+    gradients: Mapping[int, Mapping[str, Tensor]]
 
     def distance(self, other: _Taken, place: int) -> float:
         """How far a sample is from itself in another batch, relative to its gradient's norm."""
-        mine, theirs = self.gradients[place], other.gradients[place]
-        errors = deviations(mine, theirs)
+        errors = deviations(self.gradients[place], other.gradients[place])
         moved = abs(float(self.losses[place] - other.losses[place]))
         scale = max(abs(float(self.losses[place])), 1.0)
         return max([*errors.values(), 0.0 if moved == 0 else moved / scale])
@@ -113,19 +116,21 @@ class _Taken:
 
 def deviations(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
     """Deviation per tensor, relative to the norm of the whole gradient that is wanted."""
-    norms = [float(g.double().norm()) for g in want.values()]
-    total = max(sum(norm**2 for norm in norms) ** 0.5, 1e-30)
-    found = {}
-    for name in {**got, **want}:
-        mine, theirs = got.get(name), want.get(name)
-        if mine is None or theirs is None:
-            left = mine if theirs is None else theirs
-            assert left is not None
-            gap = float(left.double().norm())
-        else:
-            gap = float((mine.double() - theirs.double().view_as(mine)).norm())
-        found[name] = gap / total if gap == gap else float("inf")
-    return found
+    gaps = {
+        name: got[name].float() - want[name].float().view_as(got[name])
+        if name in got and name in want
+        else (got[name] if name in got else want[name]).float()
+        for name in {**got, **want}
+    }
+    total = max(math.hypot(*_norms(want.values())), 1e-30)
+    sizes = zip(gaps, _norms(gaps.values()), strict=True)
+    return {name: gap / total if gap == gap else math.inf for name, gap in sizes}
+
+
+def _norms(tensors: Iterable[Tensor]) -> list[float]:
+    """Norms of some tensors, read at once."""
+    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
+    return [float(norm) for norm in torch.stack(norms).tolist()] if norms else []
 
 
 def _prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
@@ -169,7 +174,7 @@ class Rehearser:
         for projector in self._projectors.values():
             projector.prepare()  # lest its random matrix be taken for a draw of the model
         with self._undisturbed() as moved_buffers:
-            first: _Taken | None = None
+            first: tuple[_Taken, Layouts] | None = None
             for make in batches:
                 batch = _prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
                 problems = foreign_draws(functools.partial(self._losses, batch([0])))
@@ -177,16 +182,15 @@ class Rehearser:
                     layouts, problems = self.layouts_for(batch)
                 if problems:
                     return Rehearsal(self._sites, layouts, problems, self._errors)
-                with Draws(self._model, "mean"):
-                    together = self._batched(batch, _TOGETHER, layouts)
+                together = self._batched(batch, _TOGETHER, layouts, places=_COMPARED)
                 if first is None:
-                    first = together
+                    first = together, layouts
                     problems = self._between_samples(batch, together, layouts)
                 problems = problems or self._differences(batch, together, layouts)
                 if problems:
                     return Rehearsal(self._sites, layouts, problems, self._errors)
-            problems = self._memory(_prepared(batches[0], (*_FOR_LAYOUTS, _TOGETHER)), first)
-            problems = problems or moved_buffers()
+            assert first is not None
+            problems = self._memory(_prepared(batches[0], [_TOGETHER]), *first) or moved_buffers()
         return Rehearsal(self._sites, layouts, problems, self._errors)
 
     def layouts_at(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
@@ -228,27 +232,37 @@ class Rehearser:
     def _between_samples(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
         """What one sample has to do with others; the first kind that is found."""
         problems = shared_draws(self._model, lambda n: self._fingerprint(batch, n, layouts))
-        if problems:
-            return problems
-        with Draws(self._model, "mean"):
-            return self._mixing(batch, layouts) or self._moved_by_others(batch, together, layouts)
+        return (
+            problems
+            or self._mixing(batch, layouts)
+            or self._moved_by_others(batch, together, layouts)
+        )
 
-    def _batched(self, batch: Batch, samples: Sequence[int], layouts: Layouts) -> _Taken:
-        """Losses and gradients of these samples by the recorder."""
+    def _batched(
+        self, batch: Batch, samples: Sequence[int], layouts: Layouts, *, places: Iterable[int]
+    ) -> _Taken:
+        """Losses of these samples, and gradients of those at some places, by the recorder."""
+        with Draws(self._model, "mean"):
+            losses, gradients = self._recorded(batch, samples, layouts)
+        names = list(gradients)
+        taken = {i: {name: gradients.of_sample(name, i) for name in names} for i in places}
+        return _Taken(losses, taken)
+
+    def _recorded(
+        self, batch: Batch, samples: Sequence[int], layouts: Layouts
+    ) -> tuple[Tensor, PerSampleGradients]:
         recorder = Recorder(self._model, self._sites, self._projectors, layouts)
         with recorder.record(len(samples)) as gradients:
             losses = self._losses(batch(samples))
             if losses.requires_grad:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
-        names = list(gradients)
-        each = [{n: gradients.of_sample(n, i) for n in names} for i in range(len(samples))]
-        return _Taken(losses.detach(), each)
+        return losses.detach(), gradients
 
     def _fingerprint(self, batch: Batch, num_samples: int, layouts: Layouts) -> Tensor:
-        """Losses and the norms of all gradients."""
-        taken = self._batched(batch, range(num_samples), layouts)
-        norms = [g.double().norm() for sample in taken.gradients for g in sample.values()]
-        return torch.stack([*taken.losses.double().cpu(), *(norm.cpu() for norm in norms)])
+        """Losses, and the norms of the samples' joint gradients."""
+        losses, gradients = self._recorded(batch, range(num_samples), layouts)
+        norms = gradients.squared_norms(list(gradients), torch.zeros((), device=losses.device))
+        return torch.stack([losses.double(), norms])
 
     def _mixing(self, batch: Batch, layouts: Layouts) -> dict[str, str]:
         """Modules at which one sample's loss depends on other samples' rows."""
@@ -262,6 +276,7 @@ class Rehearser:
             )
 
         with (
+            Draws(self._model, "mean"),
             frozen(self._model),
             watched_rows(self._model, self._sites, layouts, place, size, note),
         ):
@@ -276,7 +291,8 @@ class Rehearser:
         """Whether losses or gradients of a sample change with the samples beside it."""
         allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
         if all(
-            together.distance(self._batched(batch, others, layouts), place) <= allowed
+            together.distance(self._batched(batch, others, layouts, places=[place]), place)
+            <= allowed
             for place, others in _OTHERS.items()
         ):
             return {}
@@ -286,14 +302,14 @@ class Rehearser:
         """Tensors whose gradients are not those of one backward per sample."""
         by_one: dict[str, float] = {}
         in_batch: dict[str, float] = {}
-        with Draws(self._model, "mean"):
-            for place in (1, 2, 4):
-                alone = self._alone(batch, _TOGETHER[place])
-                single = self._batched(batch, [_TOGETHER[place]], layouts).gradients[0]
-                for worst, got in ((by_one, single), (in_batch, together.gradients[place])):
-                    for name, error in deviations(got, alone).items():
-                        worst[name] = max(worst.get(name, 0.0), error)
-                        self._errors[name] = max(self._errors.get(name, 0.0), error)
+        for place in _COMPARED:
+            sample = _TOGETHER[place]
+            alone = self._alone(batch, sample)
+            single = self._batched(batch, [sample], layouts, places=[0]).gradients[0]
+            for worst, got in ((by_one, single), (in_batch, together.gradients[place])):
+                for name, error in deviations(got, alone).items():
+                    worst[name] = max(worst.get(name, 0.0), error)
+                    self._errors[name] = max(self._errors.get(name, 0.0), error)
         allowed = self._tolerance(_ORACLE_TOLERANCES)
         if max(by_one.values(), default=0) <= allowed < max(in_batch.values(), default=0):
             return {"": _NEIGHBORS}
@@ -305,21 +321,19 @@ class Rehearser:
 
     def _alone(self, batch: Batch, sample: int) -> dict[str, Tensor]:
         """Gradients of one sample by autograd."""
-        with single_gradients(self._model, self._projectors) as alone:
+        draws = Draws(self._model, "mean")
+        with draws, single_gradients(self._model, self._projectors) as alone:
             losses = self._losses(batch([sample]))
             if losses.requires_grad:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
         return alone
 
-    def _memory(self, batch: Batch, first: _Taken | None) -> dict[str, str]:
+    def _memory(self, batch: Batch, first: _Taken, layouts: Layouts) -> dict[str, str]:
         """Whether a batch gives something else when it comes back after others."""
-        assert first is not None
-        with Draws(self._model, "mean"):
-            layouts, problems = self.layouts_for(batch)
-            again = self._batched(batch, _TOGETHER, layouts)
+        again = self._batched(batch, _TOGETHER, layouts, places=_COMPARED)
         allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
-        if max(first.distance(again, place) for place in range(len(_TOGETHER))) <= allowed:
-            return problems
+        if max(first.distance(again, place) for place in _COMPARED) <= allowed:
+            return {}
         return {"": "what it computes of a batch depends on the batches before"}
 
     def _tolerance(self, by_dtype: Mapping[torch.dtype, float]) -> float:
