@@ -163,7 +163,7 @@ class SyntheticExamples:
         """One more than the largest value of an integer input."""
         if "label" in key:
             if task_name_of(self._model) in _TOKEN_TASKS:
-                return self._num_tokens
+                return self._num_tokens if shape else 2  # one for the whole: not a token
             return max(2, getattr(self._config, "num_labels", 2) or 2)
         if key.endswith("positions"):
             return self._shape_length_or(4)

@@ -132,8 +132,8 @@ def test_little_noise_takes_little_memory() -> None:
 
 
 def test_much_noise_stays_below_the_renyi_bound() -> None:
-    # Here a grid of fixed width 1e-4 is wider than a whole step's loss: 0.086 against 0.032.
-    assert spent(100.0, 1e-3, 10**6) < spent(100.0, 1e-3, 10**6, "rdp")
+    # Here a grid of fixed width 1e-4 is wider than a whole step's loss: several times too large.
+    assert spent(100.0, 1e-3, 10**5) < spent(100.0, 1e-3, 10**5, "rdp")
 
 
 @pytest.mark.parametrize("accountant", BOTH)

@@ -24,7 +24,7 @@ def vit(tmp_path: Path) -> str:
     return str(tmp_path / "vit")
 
 
-FEW = ["--factors", "1", "2", "4", "--steps", "3", "--json"]
+FEW = ["--factors", "1", "2", "4", "--steps", "4", "--json"]
 MATRIX = "vit.layers.1.mlp.fc1"
 
 
