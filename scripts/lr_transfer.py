@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/lr_transfer"))
     parser.add_argument("--only", nargs="+", default=[], help="words that settings must have")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a small MLP under DP-Adam, one seed")
+    parser.add_argument("--quick", action="store_true", help="a small MLP under DP-Adam, two seeds")
     options = parser.parse_args()
     options.output_dir.mkdir(parents=True, exist_ok=True)
     file = options.output_dir / "runs.csv"
@@ -254,7 +254,7 @@ def main() -> None:
     todo = [s for s in settings(options.quick) if all(word in s for word in options.only)]
     if not todo:
         parser.error(f"no setting has all of the words {options.only}")
-    seeds = SEEDS[:1] if options.quick else SEEDS
+    seeds = SEEDS[:2] if options.quick else SEEDS
     start = time.monotonic()
     if options.processes == 1:
         for setting in track(todo, "settings"):

@@ -31,6 +31,7 @@ def study(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_quick_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
