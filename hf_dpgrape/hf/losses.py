@@ -18,9 +18,15 @@ from torch.nn import functional as F
 from transformers.models.auto import modeling_auto as auto
 
 from hf_dpgrape.hf.row_by_row import RowByRow
+from hf_dpgrape.mechanism.synthetic import IGNORED
 
-#: Label positions that count for nothing, transformers' convention.
-IGNORED = -100
+#: Tasks whose labels are tokens.
+_TOKEN_TASKS = (
+    "text-generation",
+    "fill-mask",
+    "text2text-generation",
+    "automatic-speech-recognition",
+)
 
 Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
 
@@ -211,6 +217,11 @@ class PerSampleLoss:
             )
         self._loss = loss
         self._head: Any = head
+
+    @property
+    def labels_are_tokens(self) -> bool:
+        """Whether the labels of the head's task are ids of tokens."""
+        return task_name_of(self._head) in _TOKEN_TASKS
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """One loss per sample (B,) of this batch."""

@@ -26,21 +26,21 @@ from hf_dpgrape.gradients.rehearsal import Rehearser
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.callbacks import show_epsilon
 from hf_dpgrape.hf.choices import TellsEndsOfEpochs, TuningMixin
-from hf_dpgrape.hf.collation import warn_of_exact_lengths
-from hf_dpgrape.hf.data import LogicalBatches
 from hf_dpgrape.hf.disclosure import LoggingMixin
 from hf_dpgrape.hf.dpmup import WidthTransfer, proxy_of, resolve
+from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.input_limits import longest_input
 from hf_dpgrape.hf.losses import PerSampleLoss, head_of
-from hf_dpgrape.hf.own_generators import refuse_own_generators
-from hf_dpgrape.hf.preflight import LayoutsByShape, checked_sites, rehearsed
 from hf_dpgrape.hf.publishing import PublishingMixin
 from hf_dpgrape.hf.rates import own_optimizer, set_rates
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_compiled, refuse_other_order
 from hf_dpgrape.hf.resuming import ResumingMixin
-from hf_dpgrape.hf.synthetic import SyntheticExamples
 from hf_dpgrape.hf.trainer_part import TrainerPart
+from hf_dpgrape.mechanism.checks import LayoutsByShape, checked_sites, rehearsed
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches
+from hf_dpgrape.mechanism.own_generators import refuse_own_generators
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
+from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import (
     make_projections,
     matching,
@@ -312,7 +312,11 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         Args:
             structure: one collated example, for its names, dtypes and shapes alone.
         """
-        return SyntheticExamples(head_of(self.model), structure)
+        return SyntheticExamples(
+            head_of(self.model),
+            structure,
+            labels_are_tokens=self._per_sample_loss.labels_are_tokens,
+        )
 
     def _per_sample_loss_of(self, inputs: Any) -> Tensor:
         """One loss per sample of a physical batch, under the Trainer's precision."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_dpgrape.gradients.layout import Layouts
 from hf_dpgrape.gradients.rehearsal import Rehearsal, Rehearser
 from hf_dpgrape.gradients.sites import Site
-from hf_dpgrape.hf.synthetic import SyntheticExamples
+from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import sites_or_problems
 
 
@@ -121,5 +121,6 @@ def rehearsed(
     reason = str(failure).strip().splitlines()[0] if str(failure) else type(failure).__name__
     raise ValueError(
         f"`{type(model).__name__}` could not be rehearsed on synthetic examples ({reason}); if it "
-        "needs inputs of a special kind, override `synthetic_examples` of the trainer."
+        "needs inputs of a special kind, override `synthetic_examples` of the trainer, or pass "
+        "`synthetic` to `PrivateTraining`."
     ) from failure
