@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpgrape.mechanism.collation import AloneCollator
-from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.mechanism.own_generators import refuse_own_generators
+from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, reseed_cpu_, reseed_global_
 from hf_dpgrape.privacy.sampling import PoissonSampler

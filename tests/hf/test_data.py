@@ -518,7 +518,7 @@ def test_workers_give_the_same_tensors(make_trainer: Make) -> None:  # noqa: F81
         expected_batch_size=40,
         dataloader_num_workers=2,
     )
-    logical = trainer._logical_batches()
+    logical = LogicalBatches(**trainer._training_data())
     expected = contents(logical, list(range(40)))
     for found in trainer.get_train_dataloader():
         assert (
