@@ -11,15 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 from transformers import AutoModelForSequenceClassification as AutoClassifier
 
-from hf_dpgrape.gradients.observation import observe_layouts
-from hf_dpgrape.gradients.recorder import Recorder
 from hf_dpgrape.hf.losses import PerSampleLoss
-from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
-from hf_dpgrape.mechanism.tensors import make_projections, sites_or_problems
-from hf_dpgrape.privacy.ledger import RunLedger
-from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
-from hf_dpgrape.privacy.randomness import SecretSource
-from hf_dpgrape.subspace.parameters import Subspace
+from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.mechanism.private_training import PrivateTraining
+from hf_dpgrape.privacy.plan import PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -109,25 +104,11 @@ def make_inputs(model: Any, batch_size: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def select(inputs: dict[str, Tensor], samples: list[int]) -> dict[str, Tensor]:
-    """The inputs of some samples."""
-    return {key: value[samples] for key, value in inputs.items()}
-
-
 def private_training_step(
     model: nn.Module, inputs: dict[str, Tensor], *, rank: int, lr: float = 1e-5
 ) -> Callable[[], None]:
     """One whole private step on this batch as a single physical one, AdamW in the subspace."""
     size = len(inputs["labels"])
-    sites, problems = sites_or_problems(model)
-    assert not problems, problems
-    projections = make_projections(model, rank=rank, scale="1/sqrt(r)", seed=0, head=frozenset())
-    subspace = Subspace(dict(model.named_parameters()), projections)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    subspace.adopt(optimizer)
-    loss = PerSampleLoss(model)
-    three = make_inputs(model, 3, 8)
-    layouts = observe_layouts(model, sites, lambda i: loss(model, select(three, i)))
     plan = PrivacyPlan(
         num_examples=1000,
         expected_batch_size=size,
@@ -136,17 +117,20 @@ def private_training_step(
         l2_clip_norm=1.0,
         target_delta=1e-5,
     )
-    step = PrivateStep(
-        ledger=RunLedger(plan),
-        recorder=Recorder(model, sites, projections, layouts),
-        subspace=subspace,
-        clip_groups=dict.fromkeys(projections, BODY),
-        source=SecretSource(),
+    training = PrivateTraining(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=lr),
+        plan,
+        PerSampleLoss(model),
+        examples=range(plan.num_examples),
+        collate=lambda _: make_inputs(model, 1, 8),
+        rank=rank,
+        head=frozenset(),
+        seed=0,
     )
 
     def run() -> None:
-        step([PhysicalBatch(size, inputs)], lambda x: loss(model, x))
-        optimizer.step()
+        training.step([PhysicalBatch(size, inputs)])
 
     return run
 

@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+    from hf_dpgrape.hf.losses import PerSampleLoss
     from hf_dpgrape.hf.trainer import DPGrapeMixin, DPGrapeTrainer
+    from hf_dpgrape.mechanism.private_training import PrivateTraining
+    from hf_dpgrape.privacy.ledger import RunLedger
     from hf_dpgrape.privacy.plan import PrivacyPlan
 
-__all__ = ["DPGrapeMixin", "DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyPlan"]
+__all__ = [
+    "DPGrapeMixin",
+    "DPGrapeTrainer",
+    "DPGrapeTrainingArguments",
+    "PerSampleLoss",
+    "PrivacyPlan",
+    "PrivateTraining",
+    "RunLedger",
+]
 
 _MODULES = {
     "DPGrapeMixin": "hf_dpgrape.hf.trainer",
     "DPGrapeTrainer": "hf_dpgrape.hf.trainer",
     "DPGrapeTrainingArguments": "hf_dpgrape.hf.arguments",
+    "PerSampleLoss": "hf_dpgrape.hf.losses",
     "PrivacyPlan": "hf_dpgrape.privacy.plan",
+    "PrivateTraining": "hf_dpgrape.mechanism.private_training",
+    "RunLedger": "hf_dpgrape.privacy.ledger",
 }
 
 

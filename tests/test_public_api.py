@@ -9,7 +9,15 @@ import pytest
 
 import hf_dpgrape
 
-PUBLIC = ["DPGrapeMixin", "DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyPlan"]
+PUBLIC = [
+    "DPGrapeMixin",
+    "DPGrapeTrainer",
+    "DPGrapeTrainingArguments",
+    "PerSampleLoss",
+    "PrivacyPlan",
+    "PrivateTraining",
+    "RunLedger",
+]
 
 
 def test_names_are_pinned() -> None:

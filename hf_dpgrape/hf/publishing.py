@@ -20,6 +20,7 @@ from hf_dpgrape.artifacts.model_card import last_evaluation, render_card
 from hf_dpgrape.artifacts.record import RECORD_NAME
 from hf_dpgrape.hf.losses import head_of, task_name_of
 from hf_dpgrape.hf.trainer_part import TrainerPart
+from hf_dpgrape.mechanism.private_training import PrivateTraining
 
 CARD_NAME = "README.md"
 
@@ -43,7 +44,7 @@ class PublishingMixin(TrainerPart):
     model: Any
     hub_model_id: Any
     push_in_progress: Any
-    _private_step: Any
+    private_training: PrivateTraining | None
     privacy_record: Any
 
     def _folder(self, output_dir: str | None = None) -> Path:
@@ -68,7 +69,7 @@ class PublishingMixin(TrainerPart):
         """
         if not self.is_world_process_zero():
             return
-        if self._private_step is None:
+        if self.private_training is None:
             raise ValueError("The card describes a trained model; call `train()` first.")
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ class PublishingMixin(TrainerPart):
         Takes what `Trainer.push_to_hub` takes, and returns what it returns: a `CommitInfo`, or a
         future of one unless `blocking`; None on other processes than the first.
         """
-        if self._private_step is None:
+        if self.private_training is None:
             raise ValueError("A push needs a privacy record; call `train()` first.")
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token or self.args.hub_token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import nn
 
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import WidthTransfer, optimizer_kind
+from hf_dpgrape.mechanism.checks import refuse_other_optimizer
+from hf_dpgrape.mechanism.tensors import projected_shapes
 from hf_dpgrape.optim.optimizers import (
     ADAMW_BC,
     MUON,
@@ -20,7 +22,6 @@ from hf_dpgrape.optim.optimizers import (
     regroup,
 )
 from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.subspace.projection import Projection
 from hf_dpgrape.width.shapes import hidden_matrices, layers_of
 
 
@@ -55,7 +56,6 @@ def set_rates(
     args: DPGrapeTrainingArguments,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    projections: Mapping[str, Projection],
     head: frozenset[str],
     width_transfer: WidthTransfer | None,
 ) -> bool:
@@ -65,7 +65,6 @@ def set_rates(
         args: the arguments.
         optimizer: on the weights themselves.
         model: whose weights they are.
-        projections: of every trainable tensor.
         head: tensors with the head's rate.
         width_transfer: DP-muP's rules, if any.
 
@@ -76,11 +75,17 @@ def set_rates(
         ValueError: the optimizer holds parameters that are not the model's, or not all that are
             to be trained, or DP-muP has another rule for it than for `optim`.
     """
+    refuse_other_optimizer(optimizer, model)
+    if width_transfer is not None:
+        _refuse_other_rule(optimizer, width_transfer)
     names = {id(p): name for name, p in model.named_parameters()}
     is_muon = isinstance(optimizer, MuonWithAdamW)
     hidden = hidden_matrices(model) - head if is_muon else frozenset()
     layers = layers_of(model, hidden=hidden)
     shapes = {name: layer.shape for layer in layers.values() for name in layer.tensors}
+    projected = projected_shapes(
+        model, rank=args.rank, head=head, target_modules=args.optim_target_modules
+    )
 
     def settings(parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
         name = names[id(parameter)]
@@ -92,41 +97,23 @@ def set_rates(
             rate = args.head_learning_rate
         if name in hidden:
             shape = shapes[name]
-            scale = muon_scale(tuple(projections[name].shape), shape.n_out, shape.n_in)
+            scale = muon_scale(projected[name], shape.n_out, shape.n_in)
             rate = (args.muon_learning_rate or base) * scale
         if width_transfer is not None:
             rate *= width_transfer.rate_ratio(name)
         found = {} if rate == base else {"lr": rate, "initial_lr": rate}
         return {**found, "use_muon": True} if name in hidden else found
 
-    _check_optimizer(optimizer, names, projections, width_transfer)
     pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     was_set = any(settings(p, group) for p, group in pairs)
     regroup(optimizer, settings)
     return was_set
 
 
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    trained: Collection[str],
-    width_transfer: WidthTransfer | None,
-) -> None:
-    """Refuses an optimizer of another model or a part, or one that DP-muP has another rule for."""
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    if not all(parameter in names for parameter in held):
-        raise ValueError(
-            "The optimizer in `optimizers` holds parameters that are not the model's; build it on "
-            "`model.parameters()` of the model that the trainer gets."
-        )
-    if missing := sorted(set(trained) - {names[parameter] for parameter in held}):
-        raise ValueError(
-            f"The optimizer lacks {len(missing)} of {len(trained)} trainable tensors, as "
-            f"`{missing[-1]}`, which would never move: give it all of them, or freeze these with "
-            "`requires_grad_(False)`."
-        )
+def _refuse_other_rule(optimizer: torch.optim.Optimizer, width_transfer: WidthTransfer) -> None:
+    """Refuses an optimizer that DP-muP has another rule for."""
     used = type(optimizer).__name__
-    if width_transfer is not None and optimizer_kind(used) != width_transfer.optimizer:
+    if optimizer_kind(used) != width_transfer.optimizer:
         raise ValueError(
             f"The optimizer that was passed is {used}, but DP-muP's rates are for "
             f"{width_transfer.optimizer}, as `optim` says; set `optim` to what is used."

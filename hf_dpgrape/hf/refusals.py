@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from types import CodeType
 
-from torch import nn
 from transformers import Trainer, TrainingArguments
 
 #: Optimizers that keep weights of their own or need gradients of full size.
@@ -224,18 +223,6 @@ def _names_in(code: CodeType) -> set[str]:
     """Names of attributes and globals in code, functions inside it included."""
     inner = [_names_in(const) for const in code.co_consts if isinstance(const, CodeType)]
     return {*code.co_names}.union(*inner)
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    """Refuses a model whose layers run compiled: hooks would not see what passes through them."""
-    for name, module in model.named_modules():
-        # `Module.compile` keeps a compiled call; `torch.compile(module)` wraps the module.
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-            raise ValueError(
-                f"Expected a model that is not compiled, got `{name or type(model).__name__}` "
-                "compiled: the hooks that take per-sample gradients need eager mode; pass the "
-                "model as it was before `compile`."
-            )
 
 
 def refuse_what_a_launcher_set(args: TrainingArguments) -> None:

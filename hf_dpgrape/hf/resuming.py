@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -17,6 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from hf_dpgrape.artifacts.record import RUN_KEYS, read_record
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.trainer_part import TrainerPart
+from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
@@ -36,11 +36,9 @@ class ResumingMixin(TrainerPart):
     model: Any
     _make_plan: Any
     _head: Any
-    _subspace: Any
-    _inner_optimizer: torch.optim.Optimizer
     _ledger: RunLedger | None
     _given_optimizer: str | None
-    _private_step: Any
+    private_training: PrivateTraining | None
     _told_ledger: Any
     _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
 
@@ -54,7 +52,7 @@ class ResumingMixin(TrainerPart):
                 "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
             )
         was_passed = self._given_optimizer is not None and self.optimizer_cls_and_kwargs is None
-        if self._private_step is not None and was_passed:
+        if self.private_training is not None and was_passed:
             raise ValueError(
                 "The optimizer that was passed belongs to the run before; resume with a new "
                 "trainer and a new optimizer."
@@ -143,8 +141,10 @@ class ResumingMixin(TrainerPart):
 
     def _groups(self) -> str:
         """Which tensors the optimizer's groups hold, in their order."""
-        names = {id(t.stand_in): name for name, t in self._subspace.tensors.items()}
-        groups = [[names[id(p)] for p in g["params"]] for g in self._inner_optimizer.param_groups]
+        training = self.private_training
+        assert training is not None
+        names = {id(t.stand_in): name for name, t in training.subspace.tensors.items()}
+        groups = [[names[id(p)] for p in g["params"]] for g in training.optimizer.param_groups]
         return f"{len(groups)} of sha256 {_digest(groups)}"
 
 

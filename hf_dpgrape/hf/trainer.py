@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, has_length
@@ -21,38 +21,28 @@ from hf_dpgrape.artifacts.record import (
     with_earlier_part,
     write_record,
 )
-from hf_dpgrape.gradients.recorder import Recorder
-from hf_dpgrape.gradients.rehearsal import Rehearser
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.callbacks import show_epsilon
 from hf_dpgrape.hf.choices import TellsEndsOfEpochs, TuningMixin
-from hf_dpgrape.hf.collation import warn_of_exact_lengths
-from hf_dpgrape.hf.data import LogicalBatches
 from hf_dpgrape.hf.disclosure import LoggingMixin
 from hf_dpgrape.hf.dpmup import WidthTransfer, proxy_of, resolve
+from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.input_limits import longest_input
-from hf_dpgrape.hf.losses import PerSampleLoss, head_of
-from hf_dpgrape.hf.own_generators import refuse_own_generators
-from hf_dpgrape.hf.preflight import LayoutsByShape, checked_sites, rehearsed
+from hf_dpgrape.hf.losses import PerSampleLoss, TrainersLosses, head_of, labels_are_tokens
 from hf_dpgrape.hf.publishing import PublishingMixin
 from hf_dpgrape.hf.rates import own_optimizer, set_rates
-from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_compiled, refuse_other_order
+from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.hf.resuming import ResumingMixin
-from hf_dpgrape.hf.synthetic import SyntheticExamples
 from hf_dpgrape.hf.trainer_part import TrainerPart
-from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
-from hf_dpgrape.mechanism.tensors import (
-    make_projections,
-    matching,
-    newly_initialized,
-    refuse_other_tensors,
-)
+from hf_dpgrape.mechanism.checks import checked_sites
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
+from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.mechanism.private_training import PrivateTraining
+from hf_dpgrape.mechanism.synthetic import SyntheticExamples
+from hf_dpgrape.mechanism.tensors import matching, newly_initialized
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
-from hf_dpgrape.privacy.sampling import PoissonSampler
-from hf_dpgrape.subspace.parameters import Subspace
-from hf_dpgrape.subspace.projection import Projection
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +64,14 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
 
     Attributes:
         plan: the `PrivacyPlan`; None without a training set.
+        private_training: what trains the present run; None before its optimizer is made.
     """
 
     args: DPGrapeTrainingArguments
     model: Any  # None only inside the Trainer's constructor
     optimizer: Any
     plan: PrivacyPlan | None = None
+    private_training: PrivateTraining | None = None
     _ledger: RunLedger | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -100,7 +92,6 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             # Processes must not share coins or dropout masks, in tests neither.
             unsafe_seed=None if fixed is None else fixed + self.args.process_index
         )
-        self._private_step: PrivateStep | None = None
         self._width_transfer: WidthTransfer | None = None
         self._private_losses: list[float] = []  # those since the last log
         if not self.args.log_non_private_metrics:  # memory tells how many examples were drawn
@@ -130,12 +121,6 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 "`train_dataset` must have a length and indexed access, got "
                 f"{type(self.train_dataset).__name__}: Poisson sampling draws each example with a "
                 "known probability. Load it as a map-style dataset."
-            )
-        refuse_compiled(self.model)
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(
-                "Expected a model with trainable tensors, got one that is frozen as a whole; set "
-                "`requires_grad_(True)` on those to train."
             )
         checked_sites(self.model)
         PerSampleLoss(head_of(self.model), self.compute_loss_func)
@@ -207,104 +192,67 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         self._ledger.set_plan(plan)
         if self.args.length_grid and getattr(self.model, "main_input_name", "") == "input_ids":
             warn_of_exact_lengths(self.data_collator)
-        return DataLoader(
-            self._logical_batches(),
-            batch_size=None,
-            sampler=PoissonSampler(
-                num_examples=plan.num_examples,
-                sampling_prob=plan.sampling_prob,
-                num_batches=self.args.steps_per_epoch(plan.num_examples),
-                generator=self._source.generator(),
-                rank=self.args.process_index,
-                num_processes=self.args.world_size,
-            ),
+        return LogicalBatches(**self._training_data()).loader(
+            plan,
+            self.args.steps_per_epoch(plan.num_examples),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
-    def _logical_batches(self) -> LogicalBatches:
-        """The training set with the columns that the model takes."""
+    def _training_data(self) -> TrainingData:
+        """The training set with the columns that the model takes, and how it is collated."""
         dataset, collate = self.train_dataset, self.data_collator
-        refuse_own_generators(collate, dataset)
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        return LogicalBatches(
-            dataset,
-            collate,
-            self.args.per_device_train_batch_size,
-            source=self._source,
-            length_grid=self.args.length_grid,
-            longest=longest_input(self.model, self.processing_class),
-        )
+        return {
+            "examples": dataset,
+            "collate": collate,
+            "physical_batch_size": self.args.per_device_train_batch_size,
+            "source": self._source,
+            "length_grid": self.args.length_grid,
+            "longest": longest_input(self.model, self.processing_class),
+        }
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's own optimizer, made to step in the subspace; and the private step."""
+        """The Trainer's own optimizer, made to step in the subspace by a `PrivateTraining`."""
         assert self._ledger is not None
         plan, given = self._ledger.plan, self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = given or own_optimizer(self.args, plan)
         super().create_optimizer(model)
         self.optimizer_cls_and_kwargs = given  # the next run's noise and rates may differ
         head = self._head()
-        weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        projections = make_projections(
-            self.model,
-            rank=self.args.rank,
-            scale=self.args.projection_scale,  # type: ignore[arg-type]
-            seed=self.args.seed,
-            head=head,
-            target_modules=self.args.optim_target_modules,
-        )
-        self._subspace = Subspace(
-            weights,
-            projections,
-            update_proj_gap=self.args.refresh_gap(plan.num_steps),
-            moments=self.args.refresh_moments,  # type: ignore[arg-type]
-            seed=self.args.seed,
-        )
         self._rates_were_set = set_rates(
-            self.args, self.optimizer, self.model, projections, head, self._width_transfer
+            self.args, self.optimizer, self.model, head, self._width_transfer
         )
-        self._subspace.adopt(self.optimizer)
-        self._subspace.start_at_(self._ledger.num_releases)
-        self._per_sample_loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
-        self._private_step = PrivateStep(
-            ledger=self._ledger,
-            recorder=self._recorder(projections),
-            subspace=self._subspace,
-            clip_groups=self._clip_groups(),
+        losses = TrainersLosses(
+            PerSampleLoss(head_of(self.model), self.compute_loss_func),
+            self.compute_loss_context_manager,
+            self._prepare_inputs,
+        )
+        self.private_training = PrivateTraining(
+            self.model,
+            self.optimizer,
+            plan,
+            losses,
+            **self._training_data(),
+            rank=self.args.rank,
             head=head,
-            source=self._source,
+            clip_groups=self._clip_groups(),
+            update_proj_gap=self.args.refresh_gap(plan.num_steps),
+            refresh_moments=self.args.refresh_moments,  # type: ignore[arg-type]
+            projection_scale=self.args.projection_scale,  # type: ignore[arg-type]
+            target_modules=self.args.optim_target_modules,
+            seed=self.args.seed,
+            ledger=self._ledger,
+            synthetic=self.synthetic_examples,
         )
-        self._inner_optimizer = self.optimizer
         self._projection_facts = self._projection_arguments(plan)
         self._optimizer_facts = {**self._optimizer_record(), "groups": self._groups()}
-        if distributed.is_available() and distributed.is_initialized():
-            for parameter in self.model.parameters():
-                distributed.broadcast(parameter.data, src=0)
         return self.optimizer  # type: ignore[no-any-return]
-
-    def _recorder(self, projections: Mapping[str, Projection]) -> Recorder:
-        """Takes per-sample gradients; the model was rehearsed on synthetic examples before.
-
-        Raises:
-            ValueError: the rehearsal found what cannot be trained privately.
-        """
-        structure = self._logical_batches()[[0]][0].inputs
-        examples = self.synthetic_examples(structure)
-        sites = checked_sites(self.model)
-        rehearser = Rehearser(self.model, sites, projections, self._per_sample_loss_of)
-        found = rehearsed(self.model, rehearser, examples, self._settle_loss)
-        layouts = LayoutsByShape(rehearser, found.layouts, examples)
-        return Recorder(self.model, found.sites, projections, layouts)
-
-    def _settle_loss(self, inputs: Mapping[str, Any]) -> str:
-        """Why no per-sample loss is the model's own on this example; nothing if one is."""
-        with self.compute_loss_context_manager():
-            return self._per_sample_loss.settle(self.model, self._prepare_inputs(dict(inputs)))
 
     def synthetic_examples(self, structure: Mapping[str, Any]) -> SyntheticExamples:
         """Made-up examples for the rehearsal; override it for inputs of a special kind.
@@ -312,12 +260,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         Args:
             structure: one collated example, for its names, dtypes and shapes alone.
         """
-        return SyntheticExamples(head_of(self.model), structure)
-
-    def _per_sample_loss_of(self, inputs: Any) -> Tensor:
-        """One loss per sample of a physical batch, under the Trainer's precision."""
-        with self.compute_loss_context_manager():
-            return self._per_sample_loss(self.model_wrapped, self._prepare_inputs(inputs))
+        head = head_of(self.model)
+        return SyntheticExamples(head, structure, labels_are_tokens=labels_are_tokens(head))
 
     # ---- Training --------------------------------------------------------------------------
 
@@ -330,7 +274,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             ValueError: this trainer has trained already, or a resumed run changes the plan.
         """
         self._refuse_repetition(resume_from_checkpoint)
-        if self._private_step is not None:  # the optimizer belongs to the run before
+        if self.private_training is not None:  # the optimizer belongs to the run before
             self.optimizer, self.lr_scheduler = None, None
         self._refuse_choices_by_training_set()
         self._begin_run()
@@ -357,24 +301,18 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         num_items_in_batch: Any = None,
     ) -> Tensor:
         """One private step on a logical batch; the loss it returns is 0 unless asked for."""
-        assert self._private_step is not None
-        ledger, tensors = self._private_step.ledger, self._subspace.tensors
-        model.train()
-        refuse_other_tensors(self.model, {name: t.weight for name, t in tensors.items()})
-        self._subspace.refresh_(ledger.num_releases, self._inner_optimizer)
-        with secret_global_randomness(self._source):  # anew: a callback may have set a seed
-            loss = self._private_step(inputs, self._per_sample_loss_of)
+        assert self.private_training is not None
+        loss = self.private_training.take_gradient(inputs)
         if loss.private_mean is not None:
             self._private_losses.append(float(loss.private_mean))
         raw_sum = loss.raw_sum if self.args.log_non_private_metrics else torch.zeros(())
-        return (raw_sum / ledger.plan.expected_batch_size).to(self.args.device)
+        expected = self.private_training.ledger.plan.expected_batch_size
+        return (raw_sum / expected).to(self.args.device)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Norm of the private gradient, which is noised already."""
-        grads = [
-            t.stand_in.grad for t in self._subspace.tensors.values() if t.stand_in.grad is not None
-        ]
-        return float(nn.utils.get_total_norm(grads))
+        assert self.private_training is not None
+        return float(nn.utils.get_total_norm(self.private_training.gradients()))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """The expected batch size, for the Trainer's messages."""
@@ -394,12 +332,13 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     def privacy_record(self) -> dict[str, Any]:
         """What `privacy.json` says about the model as it is now."""
         ledger = self._told_ledger()
+        assert self.private_training is not None
         present = privacy_record(
             ledger.plan,
             ledger.num_releases,
             {
                 **self._projection_facts,
-                **projection_record(self._subspace.projections.values()),
+                **projection_record(self.private_training.projections.values()),
                 "randomness": SECRET if self._source.is_secret else FIXED,
             },
             steps_counted=ledger.steps_counted(),
@@ -418,7 +357,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
         super()._save(output_dir, state_dict=state_dict)
-        if self.args.should_save and self._private_step is not None:
+        if self.args.should_save and self.private_training is not None:
             write_record(self._folder(output_dir), self.privacy_record())
 
 

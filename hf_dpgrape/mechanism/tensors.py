@@ -106,6 +106,16 @@ def make_projections(
     }
 
 
+def projected_shapes(
+    model: nn.Module, *, rank: int, head: frozenset[str], target_modules: TargetModules = None
+) -> dict[str, tuple[int, ...]]:
+    """The shape in which each trainable tensor's gradient is released, by canonical name."""
+    projections = make_projections(
+        model, rank=rank, scale="1/sqrt(r)", seed=0, head=head, target_modules=target_modules
+    )
+    return {name: tuple(projection.shape) for name, projection in projections.items()}
+
+
 @dataclass(frozen=True)
 class TensorReport:
     """What happens to one trainable tensor."""

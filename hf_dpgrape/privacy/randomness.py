@@ -73,6 +73,22 @@ def reseed_global_(source: SecretSource) -> None:
 
 
 @contextlib.contextmanager
+def global_randomness_restored() -> Iterator[None]:
+    """After the block, the global generators (Python, NumPy, torch) stand where they stood before.
+
+    No secret state is then left to be saved.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
 def secret_global_randomness(source: SecretSource) -> Iterator[None]:
     """Runs a block with global generators (Python, NumPy, torch) that nobody outside can know.
 
@@ -84,12 +100,6 @@ def secret_global_randomness(source: SecretSource) -> Iterator[None]:
 
     The previous states come back at the end, so that no secret state is left to be saved.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with global_randomness_restored():
         reseed_global_(source)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+        yield

@@ -29,9 +29,10 @@ from transformers import (
 )
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from hf_dpgrape.hf.collation import AloneCollator, grid_step, warn_of_exact_lengths
-from hf_dpgrape.hf.data import LogicalBatches
+from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.input_limits import longest_input
+from hf_dpgrape.mechanism.collation import AloneCollator, grid_step
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches
 from hf_dpgrape.privacy.randomness import SecretSource
 
 LENGTHS = [3, 21, 5, 9, 14, 30, 4, 37, 8, 16, 11, 26]
@@ -517,7 +518,7 @@ def test_workers_give_the_same_tensors(make_trainer: Make) -> None:  # noqa: F81
         expected_batch_size=40,
         dataloader_num_workers=2,
     )
-    logical = trainer._logical_batches()
+    logical = LogicalBatches(**trainer._training_data())
     expected = contents(logical, list(range(40)))
     for found in trainer.get_train_dataloader():
         assert (

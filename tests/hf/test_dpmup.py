@@ -36,7 +36,7 @@ def wide(**changes: Any) -> Any:
 
 def rates(trainer: Any) -> dict[str, float]:
     """Learning rate of every tensor."""
-    tensors: dict[str, SubspaceTensor] = trainer._subspace.tensors
+    tensors: dict[str, SubspaceTensor] = trainer.private_training.subspace.tensors
     names = {id(tensor.stand_in): name for name, tensor in tensors.items()}
     return {
         names[id(p)]: group["initial_lr"]
@@ -68,7 +68,7 @@ def test_plan_and_rates_are_the_rules(
     expected = 0.01 * rules.rate_ratios[dense]
     if optim == "muon":
         assert rules.rate_ratios[dense] == 1
-        shape = trainer._subspace.projections[f"{dense}.weight"].shape
+        shape = trainer.private_training.subspace.projections[f"{dense}.weight"].shape
         expected *= ((40 / 24) / max(1, shape[0] / shape[1])) ** 0.5
     assert found[f"{dense}.weight"] == pytest.approx(expected)
     assert found[f"{dense}.bias"] == pytest.approx(0.01 * rules.rate_ratios[dense])

@@ -275,7 +275,7 @@ def test_own_schedule_moves_projected_weights_at_its_rate(make_trainer: MakeTrai
     name = "roberta.encoder.layer.0.output.dense.weight"
     before = model.get_parameter(name).detach().clone()
     trainer.train()
-    assert trainer._subspace.projections[name].side is not None
+    assert trainer.private_training.subspace.projections[name].side is not None
     kept = (1 - 0.0 * 0.5) * (1 - 0.2 * 0.5) * (1 - 0.4 * 0.5)
     torch.testing.assert_close(model.get_parameter(name).detach(), before * kept)
 

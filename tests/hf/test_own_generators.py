@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from hf_dpgrape.hf.own_generators import refuse_own_generators
+from hf_dpgrape.mechanism.own_generators import refuse_own_generators
 
 GENERATORS: dict[str, Callable[[], Any]] = {
     "torch": torch.Generator,

@@ -43,7 +43,7 @@ def test_16_bit_weights_train_with_32_bit_state(
     trainer = make_trainer(bf16_weights=True, optim=optim, rank=rank, max_steps=2)
     trainer.train()
     assert all(p.dtype == torch.bfloat16 for p in trainer.model.parameters())
-    for tensor in trainer._subspace.tensors.values():
+    for tensor in trainer.private_training.subspace.tensors.values():
         assert tensor.stand_in.dtype == torch.float32
         assert tensor.stand_in.grad.dtype == torch.float32
         state = trainer.optimizer.state.get(tensor.stand_in, {})
@@ -88,5 +88,5 @@ def test_model_loaded_in_the_stored_dtype(make_trainer: MakeTrainer, tmp_path: P
     assert model.dtype == torch.bfloat16
     trainer = make_trainer(model=model, causal=True, max_steps=1)
     trainer.train()
-    seen = [t.stand_in.grad.dtype for t in trainer._subspace.tensors.values()]
+    seen = [t.stand_in.grad.dtype for t in trainer.private_training.subspace.tensors.values()]
     assert set(seen) == {torch.float32}

@@ -163,7 +163,7 @@ def test_schedule_reaches_the_inner_optimizer(make_trainer: MakeTrainer) -> None
 
     class Watch(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(trainer._inner_optimizer.param_groups[0]["lr"])
+            seen.append(trainer.private_training.optimizer.param_groups[0]["lr"])
 
     trainer.add_callback(Watch())
     trainer.train()
@@ -182,9 +182,9 @@ def test_head_has_its_own_rate_group_and_phase(make_trainer: MakeTrainer) -> Non
     trainer.train()
     moved = change(before, weights(trainer))
     assert all((amount > 0) == n.startswith("classifier") for n, amount in moved.items())
-    rates = {group["lr"] for group in trainer._inner_optimizer.param_groups}
+    rates = {group["lr"] for group in trainer.private_training.optimizer.param_groups}
     assert rates == {1e-2, 0.3}
-    head = trainer._subspace.tensors["classifier.dense.weight"]
+    head = trainer.private_training.subspace.tensors["classifier.dense.weight"]
     assert head.is_own_stand_in
 
 
@@ -541,6 +541,6 @@ def test_newly_initialized_head_is_found(make_trainer: MakeTrainer, tmp_path: Pa
     trainer = make_trainer(model=model, head_clip_share=0.5, max_steps=1)
     assert {n.split(".")[0] for n in trainer._head()} == {"classifier"}
     trainer.train()
-    projections = trainer._subspace.projections
+    projections = trainer.private_training.subspace.projections
     assert projections["classifier.dense.weight"].side is None
     assert projections["roberta.embeddings.word_embeddings.weight"].side == "right"

@@ -123,7 +123,7 @@ def test_adapters(tmp_path: Path) -> None:
     trainer = make(tmp_path, model=model, eval_strategy="no", save_strategy="no")
     trainer.train()
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        tensor for tensor in trainer._subspace.tensors
+        tensor for tensor in trainer.private_training.subspace.tensors
     }
 
 

@@ -13,19 +13,15 @@ from torch import Tensor, nn
 
 from hf_dpgrape.commands.memory.setting import Setting, make_batch, make_optimizer
 from hf_dpgrape.commands.memory.tracking import Parts, num_bytes
-from hf_dpgrape.gradients.forms import PerSampleGradients
-from hf_dpgrape.gradients.layout import Layouts
+from hf_dpgrape.gradients.forms import Form, PerSampleGradients
 from hf_dpgrape.gradients.observation import observe_layouts
 from hf_dpgrape.gradients.recorder import Recorder
-from hf_dpgrape.gradients.sites import Site
 from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.hf.models import new_head
-from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
-from hf_dpgrape.mechanism.tensors import make_projections, sites_or_problems
-from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.mechanism.private_training import PrivateTraining
+from hf_dpgrape.mechanism.tensors import sites_or_problems
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
-from hf_dpgrape.privacy.randomness import SecretSource
-from hf_dpgrape.subspace.parameters import Subspace
 
 #: Examples that layouts are observed on.
 _NUM_OBSERVED = 3
@@ -84,6 +80,69 @@ class _Watched(Recorder):
             yield self.gradients
 
 
+class _Measured(PrivateTraining):
+    """Private training on tensors that may be without storage, so that nothing is rehearsed.
+
+    Args:
+        model: the model.
+        optimizer: on its parameters.
+        setting: the setting.
+        full_space: see `PrivateMethod`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, full_space: bool
+    ) -> None:
+        self._setting = setting
+        self.after_forward: Callable[[], None] = lambda: None
+        self._form: Form = "dense" if full_space else "auto"
+        per_layer = setting.clip_grouping == "layer"
+        names = [name for name, _ in model.named_parameters()]
+        groups = {name: name.rpartition(".")[0] if per_layer else BODY for name in names}
+        share = 1 / math.sqrt(len(set(groups.values())))
+        plan = PrivacyPlan(
+            num_examples=100 * setting.batch_size,
+            expected_batch_size=setting.batch_size,
+            num_steps=10**6,
+            noise_multiplier=1.0,
+            l2_clip_norm=1.0,
+            target_delta=1e-5,
+            clip_shares=dict.fromkeys(groups.values(), share),
+        )
+        super().__init__(
+            model,
+            optimizer,
+            plan,
+            PerSampleLoss(model),
+            examples=range(plan.num_examples),
+            collate=dict,  # no example is drawn: the batch is given
+            rank=0 if full_space else setting.rank,
+            head=new_head(model),
+            clip_groups=groups,
+            seed=0,
+        )
+
+    def _losses_of(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Says when the forward pass has ended."""
+        losses = super()._losses_of(inputs)
+        self.after_forward()
+        return losses
+
+    def _recorder(self) -> _Watched:
+        """Sees the batch as shapes tell."""
+        sites, problems = sites_or_problems(self.model)
+        _refuse(self.model, problems)
+        three = make_batch(self.model, self._setting, _NUM_OBSERVED)
+
+        def forward(samples: list[int]) -> Tensor:
+            return self._losses_of({key: value[samples] for key, value in three.items()})
+
+        layouts = observe_layouts(self.model, sites, forward)
+        _refuse(self.model, {key: lay.problem for key, lay in layouts.items() if lay.problem})
+        self.watched = _Watched(self.model, sites, self.projections, layouts, form=self._form)
+        return self.watched
+
+
 class PrivateMethod:
     """The private step on projected per-sample gradients, or in full space.
 
@@ -99,68 +158,17 @@ class PrivateMethod:
 
     def __init__(self, model: nn.Module, setting: Setting, *, full_space: bool = False) -> None:
         self.model = model
-        self._setting = setting
-        self._loss = PerSampleLoss(model)
-        sites, problems = sites_or_problems(model)
-        _refuse(model, problems)
-        self._projections = make_projections(
-            model,
-            rank=0 if full_space else setting.rank,
-            scale="1/sqrt(r)",
-            seed=0,
-            head=new_head(model),
-        )
-        self._subspace = Subspace(dict(model.named_parameters()), self._projections)
+        self._size = setting.batch_size
         self.optimizer = make_optimizer(model.parameters(), setting)
-        self._subspace.adopt(self.optimizer)
-        self._recorder = _Watched(
-            model,
-            sites,
-            self._projections,
-            self._layouts(sites),
-            form="dense" if full_space else "auto",
-        )
-        self._step = self._make_step()
+        self._training = _Measured(model, self.optimizer, setting, full_space)
         self._batch = make_batch(model, setting, setting.batch_size)
         self._is_stepping = False
 
-    def _layouts(self, sites: list[Site]) -> Layouts:
-        """How the layers see the batch; without storage by shapes alone."""
-        three = make_batch(self.model, self._setting, _NUM_OBSERVED)
-
-        def forward(samples: list[int]) -> Tensor:
-            return self._loss(self.model, {key: value[samples] for key, value in three.items()})
-
-        layouts = observe_layouts(self.model, sites, forward)
-        _refuse(self.model, {key: lay.problem for key, lay in layouts.items() if lay.problem})
-        return layouts
-
-    def _make_step(self) -> PrivateStep:
-        per_layer = self._setting.clip_grouping == "layer"
-        groups = {n: n.rpartition(".")[0] if per_layer else BODY for n in self._subspace}
-        share = 1 / math.sqrt(len(set(groups.values())))
-        plan = PrivacyPlan(
-            num_examples=100 * self._setting.batch_size,
-            expected_batch_size=self._setting.batch_size,
-            num_steps=10**6,
-            noise_multiplier=1.0,
-            l2_clip_norm=1.0,
-            target_delta=1e-5,
-            clip_shares=dict.fromkeys(groups.values(), share),
-        )
-        return PrivateStep(
-            ledger=RunLedger(plan),
-            recorder=self._recorder,
-            subspace=self._subspace,
-            clip_groups=groups,
-            source=SecretSource(),
-        )
-
     def _stand_ins(self) -> list[Tensor]:
-        return [tensor.stand_in for tensor in self._subspace.tensors.values()]
+        return [tensor.stand_in for tensor in self._training.subspace.tensors.values()]
 
     def _matrices(self) -> list[Tensor]:
-        return [p.matrix for p in self._projections.values() if p.side is not None]
+        return [p.matrix for p in self._training.projections.values() if p.side is not None]
 
     def tensors(self) -> list[Tensor | None]:
         """Weights, projections, stand-ins with their last gradients, and the batch."""
@@ -171,7 +179,8 @@ class PrivateMethod:
 
     def zero_gradients(self) -> None:
         """Sets the stand-ins' gradients."""
-        self._subspace.set_gradients(self._subspace.zero_sums(frozenset(self._subspace)))
+        subspace = self._training.subspace
+        subspace.set_gradients(subspace.zero_sums(frozenset(subspace)))
 
     def after_step(self) -> None:
         """Drops the gradients of weights that are their own stand-ins."""
@@ -179,15 +188,10 @@ class PrivateMethod:
 
     def forward_backward(self, after_forward: Callable[[], None]) -> None:
         """Everything up to the private gradient."""
-
-        def losses(inputs: Mapping[str, Tensor]) -> Tensor:
-            found = self._loss(self.model, inputs)
-            after_forward()
-            return found
-
         self._is_stepping = True
-        self._step([PhysicalBatch(self._setting.batch_size, self._batch)], losses)
-        self._recorder.gradients = None
+        self._training.after_forward = after_forward
+        self._training.take_gradient([PhysicalBatch(self._size, self._batch)])
+        self._training.watched.gradients = None
         self._is_stepping = False
 
     def parts(self) -> Parts:
@@ -195,7 +199,7 @@ class PrivateMethod:
         weights, stand_ins = _weights(self.model), self._stand_ins()
         own = num_bytes([*weights, *stand_ins]) - num_bytes(weights)
         sums = num_bytes(stand_ins) if self._is_stepping else 0
-        gradients = self._recorder.gradients
+        gradients = self._training.watched.gradients
         return {
             "weights": num_bytes(weights),
             "projections": num_bytes(self._matrices()),

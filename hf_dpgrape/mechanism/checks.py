@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_dpgrape.gradients.layout import Layouts
 from hf_dpgrape.gradients.rehearsal import Rehearsal, Rehearser
 from hf_dpgrape.gradients.sites import Site
-from hf_dpgrape.hf.synthetic import SyntheticExamples
+from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import sites_or_problems
 
 
@@ -42,8 +42,16 @@ def checked_sites(model: nn.Module) -> list[Site]:
     """Sites of all trainable tensors.
 
     Raises:
-        ValueError: a tensor or module cannot be trained exactly, or the weights are float16.
+        ValueError: a tensor or module cannot be trained exactly, nothing is trained, or the model
+            is compiled, wrapped or in float16.
     """
+    _refuse_wrapped(model)
+    _refuse_compiled(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "Expected a model with trainable tensors, got one that is frozen as a whole; set "
+            "`requires_grad_(True)` on those to train."
+        )
     halves = [n for n, p in model.named_parameters() if p.dtype == torch.float16]
     if halves:
         raise ValueError(
@@ -53,6 +61,53 @@ def checked_sites(model: nn.Module) -> list[Site]:
     sites, problems = sites_or_problems(model)
     refuse(model, problems)
     return sites
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuses a model whose layers run compiled: hooks would not see what passes through them."""
+    for name, module in model.named_modules():
+        # `Module.compile` keeps a compiled call; `torch.compile(module)` wraps the module.
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise ValueError(
+                f"Expected a model that is not compiled, got `{name or type(model).__name__}` "
+                "compiled: the hooks that take per-sample gradients need eager mode; pass the "
+                "model as it was before `compile`."
+            )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuses a model inside a wrapper that waits for gradients of full size."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(
+            f"Expected the model itself, got it inside `{type(model).__name__}`, which waits for "
+            "gradients that are never formed; pass the model as it was before (processes add up "
+            "their private sums by themselves)."
+        )
+
+
+def refuse_other_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses an optimizer of another model, or of a part of what is to be trained.
+
+    Args:
+        optimizer: on the weights themselves.
+        model: whose weights they are to be.
+
+    Raises:
+        ValueError: it holds parameters that are not the model's, or lacks some.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held - {id(p) for p in model.parameters()}:
+        raise ValueError(
+            "The optimizer that was passed holds parameters that are not the model's; build it on "
+            "`model.parameters()` of the model that is trained."
+        )
+    trained = {name: id(p) for name, p in model.named_parameters() if p.requires_grad}
+    if missing := sorted(name for name, parameter in trained.items() if parameter not in held):
+        raise ValueError(
+            f"The optimizer lacks {len(missing)} of {len(trained)} trainable tensors, as "
+            f"`{missing[-1]}`, which would never move: give it all of them, or freeze these with "
+            "`requires_grad_(False)`."
+        )
 
 
 class LayoutsByShape:
@@ -130,5 +185,6 @@ def rehearsed(
     reason = str(failure).strip().splitlines()[0] if str(failure) else type(failure).__name__
     raise ValueError(
         f"`{type(model).__name__}` could not be rehearsed on synthetic examples ({reason}); if it "
-        "needs inputs of a special kind, override `synthetic_examples` of the trainer."
+        "needs inputs of a special kind, override `synthetic_examples` of the trainer, or pass "
+        "`synthetic` to `PrivateTraining`."
     ) from failure

@@ -15,19 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpgrape.gradients.rehearsal import CONSTANT, PADDED, Batch
-from hf_dpgrape.hf.losses import IGNORED, task_name_of
 
 #: Lengths of the two shapes that a model of sequences is rehearsed at, and of its labels where they
 #: have a length of their own.
 _LENGTHS, _LABEL_LENGTHS = (8, 16), (5, 9)
 
-#: Tasks whose labels are tokens.
-_TOKEN_TASKS = (
-    "text-generation",
-    "fill-mask",
-    "text2text-generation",
-    "automatic-speech-recognition",
-)
+#: Label positions that count for nothing, by the convention of torch and transformers.
+IGNORED = -100
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -49,10 +43,13 @@ class SyntheticExamples:
     Args:
         model: the model with the task head.
         structure: one collated example, of which names, dtypes and shapes are used.
+        labels_are_tokens: whether labels are ids of tokens, not of a few classes.
     """
 
-    def __init__(self, model: nn.Module, structure: Mapping[str, Any]) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, structure: Mapping[str, Any], *, labels_are_tokens: bool = False
+    ) -> None:
+        self._labels_are_tokens = labels_are_tokens
         self._dtypes = {k: v.dtype for k, v in structure.items() if isinstance(v, Tensor)}
         self._rest = {k: v for k, v in structure.items() if not isinstance(v, Tensor)}
         self._shape = {k: tuple(v.shape[1:]) for k, v in structure.items() if isinstance(v, Tensor)}
@@ -162,7 +159,7 @@ class SyntheticExamples:
     def _highest(self, key: str, shape: tuple[int, ...]) -> int:
         """One more than the largest value of an integer input."""
         if "label" in key:
-            if task_name_of(self._model) in _TOKEN_TASKS:
+            if self._labels_are_tokens:
                 return self._num_tokens if shape else 2  # one for the whole: not a token
             return max(2, getattr(self._config, "num_labels", 2) or 2)
         if key.endswith("positions"):

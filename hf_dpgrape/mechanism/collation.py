@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import DefaultDataCollator, default_data_collator
-from transformers.trainer_utils import RemoveColumnsCollator
-
-logger = logging.getLogger(__name__)
 
 Collator = Callable[[list[Any]], Any]
 
@@ -63,7 +58,7 @@ class AloneCollator:
         self, collate: Collator, *, length_grid: int = 0, longest: int | None = None
     ) -> None:
         self._collate = collate
-        self._base = length_grid if _can_be_rounded(padding_collator(collate)) else 0
+        self._base = length_grid if can_be_rounded(padding_collator(collate)) else 0
         self._longest = longest
 
     def __call__(self, example: Any) -> Any:
@@ -95,55 +90,28 @@ class AloneCollator:
 def padding_collator(collate: Any) -> Any:
     """The object with a `pad_to_multiple_of` among collators that wrap each other, or None."""
     while collate is not None and not hasattr(collate, "pad_to_multiple_of"):
-        collate = _wrapped(collate)
+        collate = wrapped_by(collate)
     return collate
 
 
-def warn_of_exact_lengths(collate: Any) -> None:
-    """Says what it costs that no lengths can be rounded up, if that is so.
-
-    Args:
-        collate: the collator of examples that are text.
-    """
-    if _leaves_lengths(collate):
-        logger.warning(
-            "`data_collator` lets no lengths be rounded up, so a step takes a physical batch for "
-            "each distinct length drawn, if lengths vary. It is faster with a collator that has a "
-            "`pad_to_multiple_of`, as DataCollatorWithPadding, or with examples that are padded in "
-            "the data set."
-        )
-
-
-def _leaves_lengths(collate: Any) -> bool:
-    """Whether different lengths stay different: no padding that can be rounded, nor a fixed one."""
-    found = padding_collator(collate)
-    if found is not None:
-        fixed = found.pad_to_multiple_of is not None or _padding(found) == "max_length"
-        return not fixed and not _can_be_rounded(found)
-    while (inner := _wrapped(collate)) is not None:
-        collate = inner
-    # These stack what has one length already.
-    return collate is not default_data_collator and not isinstance(collate, DefaultDataCollator)
-
-
-def _can_be_rounded(collator: Any) -> bool:
+def can_be_rounded(collator: Any) -> bool:
     """Whether a collator pads, and leaves it open to which multiple."""
     return (
         collator is not None
         and collator.pad_to_multiple_of is None
-        and _padding(collator) in (True, "longest")
+        and padding_of(collator) in (True, "longest")
         # Without a padding token it can only take what needs no padding.
         and getattr(getattr(collator, "tokenizer", None), "pad_token", "") is not None
     )
 
 
-def _padding(collator: Any) -> bool | str:
+def padding_of(collator: Any) -> bool | str:
     """The choice of padding; collators without one pad to the longest."""
     choice: bool | str = getattr(collator, "padding", True)
     return choice
 
 
-def _wrapped(collate: Any) -> Any:
+def wrapped_by(collate: Any) -> Any:
     """What a collator calls to collate, where that is known."""
     if isinstance(collate, functools.partial):
         return collate.func
@@ -155,7 +123,7 @@ def _wrapped(collate: Any) -> Any:
 
 def _fresh(collate: Any, step: int | None) -> Any:
     """A shallow copy of a collator and of those inside, which pads to multiples of `step`."""
-    if isinstance(collate, RemoveColumnsCollator):  # a copy would log the columns every time
+    if hasattr(collate, "_remove_columns"):  # transformers' RemoveColumnsCollator: a copy would log
         inner = _fresh(collate.data_collator, step)
         return lambda features: inner([collate._remove_columns(f) for f in features])
     if isinstance(collate, functools.partial):

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, distributed
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_dpgrape.hf.collation import AloneCollator
+from hf_dpgrape.mechanism.collation import AloneCollator
+from hf_dpgrape.mechanism.own_generators import refuse_own_generators
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, reseed_cpu_, reseed_global_
+from hf_dpgrape.privacy.sampling import PoissonSampler
 
 #: Values that are no tensors and pass to the model as they are.
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
+
+
+class TrainingData(TypedDict):
+    """The arguments of `LogicalBatches`, by name."""
+
+    examples: Any
+    collate: Callable[[list[Any]], Any]
+    physical_batch_size: int
+    source: SecretSource
+    length_grid: int
+    longest: int | None
 
 
 class LogicalBatches(Dataset[list[PhysicalBatch]]):
@@ -36,6 +50,9 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
         source: seeds the global generators anew for every example.
         length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
         longest: most tokens that the model takes; None if it does not limit them.
+
+    Raises:
+        ValueError: examples or collator hold generators of their own.
     """
 
     def __init__(
@@ -48,6 +65,7 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
         length_grid: int = 0,
         longest: int | None = None,
     ) -> None:
+        refuse_own_generators(collate, examples)
         self.examples = examples
         self.collate = collate
         self._alone = AloneCollator(collate, length_grid=length_grid, longest=longest)
@@ -71,6 +89,27 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
             for part in (group[i : i + self._size] for i in range(0, len(group), self._size))
         ]
 
+    def loader(
+        self, plan: PrivacyPlan, num_batches: int, **options: Any
+    ) -> DataLoader[list[PhysicalBatch]]:
+        """Draws logical batches as planned, this process's share of them.
+
+        Args:
+            plan: tells how examples are drawn.
+            num_batches: logical batches of one iteration.
+            options: for workers and pinned memory, as those of `DataLoader`.
+
+        Raises:
+            ValueError: the plan is for another number of examples.
+        """
+        if len(self.examples) != plan.num_examples:
+            raise ValueError(
+                f"Expected the {plan.num_examples} examples that the plan is for, got "
+                f"{len(self.examples)}; plan with `num_examples={len(self.examples)}`."
+            )
+        sampler = _sampler(plan, num_batches, self._source)
+        return DataLoader(self, batch_size=None, sampler=sampler, **options)
+
     def _inputs(self, index: int) -> dict[str, Any]:
         """One example's inputs."""
         reseed_cpu_(self._source)
@@ -82,6 +121,19 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
             )
         # Copied at once, in case the collator returns memory that it fills again.
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
+def _sampler(plan: PrivacyPlan, num_batches: int, source: SecretSource) -> Sampler[list[int]]:
+    """Draws this process's share of the examples, by coins that are its own."""
+    parallel = distributed.is_available() and distributed.is_initialized()
+    return PoissonSampler(
+        num_examples=plan.num_examples,
+        sampling_prob=plan.sampling_prob,
+        num_batches=num_batches,
+        generator=source.generator(),
+        rank=distributed.get_rank() if parallel else 0,
+        num_processes=distributed.get_world_size() if parallel else 1,
+    )
 
 
 def _form(inputs: Mapping[str, Any]) -> Hashable:

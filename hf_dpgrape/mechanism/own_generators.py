@@ -23,16 +23,8 @@ from types import (
 )
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-)
 
 #: How far references are followed, and in how large containers.
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS = 8, 10_000, 256
@@ -50,17 +42,25 @@ _CLOSED = (
     torch.Tensor,
     np.ndarray,
     np.generic,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
     str,
     bytes,
     int,
     float,
     type(None),
 )
+#: The same by package and name, which need not be installed.
+_CLOSED_BY_NAME = frozenset(
+    ("transformers", name)
+    for name in (
+        "PreTrainedConfig",
+        "PreTrainedModel",
+        "PreTrainedTokenizerBase",
+        "Trainer",
+        "TrainingArguments",
+    )
+)
+#: A table of rows with a transform.
+_TABLE_WITH_TRANSFORM = frozenset({("datasets", "Dataset")})
 
 #: Packages whose code and tables hold no generator. Their objects may: attributes are looked at.
 _KNOWN_CODE = frozenset(sys.stdlib_module_names) | {
@@ -110,12 +110,23 @@ def _reachable(path: str, root: Any) -> Iterator[Part]:
     seen: dict[int, Any] = {}  # keeps them alive, so that no number is given again
     while waiting and len(seen) < _MAX_OBJECTS:
         path, held, depth = waiting.popleft()
-        if id(held) in seen or isinstance(held, _CLOSED) or _is_global(held):
+        if id(held) in seen or _is_closed(held) or _is_global(held):
             continue
         seen[id(held)] = held
         yield path, held
         if depth < _MAX_DEPTH and not isinstance(held, _GENERATORS):
             waiting.extend((path + suffix, part, depth + 1) for suffix, part in _parts(held))
+
+
+def _is_closed(held: Any) -> bool:
+    """Whether nothing is looked for inside."""
+    return isinstance(held, _CLOSED) or _is_named(held, _CLOSED_BY_NAME)
+
+
+def _is_named(held: Any, names: frozenset[tuple[str, str]]) -> bool:
+    """Whether a class of the object is one of these, each a package and a name."""
+    kinds = ((str(k.__module__).partition(".")[0], k.__name__) for k in type(held).__mro__)
+    return not names.isdisjoint(kinds)
 
 
 def _is_global(held: Any) -> bool:
@@ -146,7 +157,7 @@ def _parts(held: Any) -> Iterator[Part]:
         yield from _machinery(held.items() if len(held) <= _MAX_ITEMS else ())
     elif isinstance(held, list | tuple | set | frozenset | deque):
         yield from _machinery(enumerate(held) if len(held) <= _MAX_ITEMS else ())
-    elif isinstance(held, datasets.Dataset):  # its transform; the rest are tables
+    elif _is_named(held, _TABLE_WITH_TRANSFORM):  # its transform; the rest are tables
         yield ".format", held._format_kwargs
     elif isinstance(held, type):
         yield from _of_class(held)
@@ -156,8 +167,11 @@ def _parts(held: Any) -> Iterator[Part]:
 
 def _machinery(items: Any) -> Iterator[Part]:
     """Elements that can draw: generators, whatever can be called, data sets. Rows are neither."""
-    kinds = (*_GENERATORS, torch.utils.data.Dataset, datasets.Dataset)
-    yield from ((f"[{key!r}]", v) for key, v in items if callable(v) or isinstance(v, kinds))
+    kinds = (*_GENERATORS, torch.utils.data.Dataset)
+    for key, value in items:
+        is_table = _is_named(value, _TABLE_WITH_TRANSFORM)
+        if callable(value) or is_table or isinstance(value, kinds):
+            yield f"[{key!r}]", value
 
 
 def _of_object(held: Any) -> Iterator[Part]:

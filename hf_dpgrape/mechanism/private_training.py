@@ -1,0 +1,347 @@
+"""Private training as one object: data, capture, subspace, mechanism and ledger of one run.
+
+It is what a Trainer drives, and what a loop of one's own drives. Everything that the guarantee
+rests on is wired here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, distributed, nn
+
+from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.gradients.rehearsal import Rehearser
+from hf_dpgrape.mechanism.checks import (
+    LayoutsByShape,
+    checked_sites,
+    refuse_other_optimizer,
+    rehearsed,
+)
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches
+from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
+from hf_dpgrape.mechanism.synthetic import SyntheticExamples
+from hf_dpgrape.mechanism.tensors import (
+    TargetModules,
+    make_projections,
+    newly_initialized,
+    refuse_other_tensors,
+)
+from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
+from hf_dpgrape.privacy.randomness import (
+    SecretSource,
+    global_randomness_restored,
+    secret_global_randomness,
+)
+from hf_dpgrape.subspace.parameters import Moments, Subspace
+from hf_dpgrape.subspace.projection import Scale
+
+_LEFT = "the loop was left before its planned steps"
+
+#: Runs a model on a batch; one loss per sample.
+PerSampleLosses = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+#: Makes synthetic examples of the structure of a collated one.
+Synthetic = Callable[[Mapping[str, Any]], SyntheticExamples]
+
+
+@runtime_checkable
+class TaskLosses(Protocol):
+    """Per-sample losses that know the model's task, as `PerSampleLoss` does."""
+
+    @property
+    def labels_are_tokens(self) -> bool:
+        """Whether labels are ids of tokens."""
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """One loss per sample (B,)."""
+
+    def settle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
+        """Compares them with the model's own loss of one synthetic example; why they differ."""
+
+
+class PrivateTraining:
+    """Trains a model privately for the planned number of steps.
+
+    Before it reads anything private it rehearses the model on synthetic examples, and refuses one
+    whose per-sample gradients could not be taken exactly. Each step draws a Poisson sample from
+    secret randomness, and gives the optimizer the private gradient in the subspace; a hook lifts
+    the optimizer's step onto the weights.
+
+    Guarantees:
+        After `step` or `take_gradient` was called any number of times, weights and optimizer are
+        (`epsilon`, `plan.target_delta`)-DP in the examples, add-or-remove-one. More steps than
+        planned are refused, those before a resumed part included. A loop over `batches()` that is
+        left early counts with all planned steps, as a result may have decided on its end.
+
+    Args:
+        model: the model, on the device that it is trained on.
+        optimizer: on the model's own trainable tensors, before its first step; it is made to step
+            in the subspace. Its groups stay, so that any schedule may hold it.
+        plan: the privacy plan.
+        per_sample_losses: `(model, inputs)` to one loss per sample, of which loss i depends on
+            sample i alone, such as a `PerSampleLoss`.
+        examples: the private examples, with a length and indexed access.
+        collate: makes model inputs of a list of examples; it is always given one.
+        physical_batch_size: most examples that pass through the model at once.
+        length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
+        longest: most tokens that the model takes; None if it does not limit them.
+        rank: of the projections; 0 for full space.
+        head: canonical names of tensors that are not projected, and are the plan's HEAD group if
+            it has one; None for those that a checkpoint did not have.
+        clip_groups: clip group of every trainable tensor; None for head and body.
+        update_proj_gap: steps between refreshes of the projections; 0 for never.
+        refresh_moments: what becomes of the optimizer's moments at a refresh.
+        projection_scale: standard deviation of the projections' entries.
+        target_modules: which tensors are projected; None for all but the head.
+        seed: public seed of projections and rounding.
+        ledger: of a run that is continued, or whose earlier runs count; None for a new one.
+        source: secret randomness; None for the operating system's.
+        synthetic: makes the examples of the rehearsal; None for `SyntheticExamples`.
+
+    Raises:
+        ValueError: model or optimizer cannot be trained privately as they are, or model, data and
+            plan do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: PrivacyPlan,
+        per_sample_losses: PerSampleLosses,
+        *,
+        examples: Any,
+        collate: Callable[[list[Any]], Any],
+        physical_batch_size: int = 8,
+        length_grid: int = 0,
+        longest: int | None = None,
+        rank: int = 16,
+        head: frozenset[str] | None = None,
+        clip_groups: Mapping[str, str] | None = None,
+        update_proj_gap: int = 0,
+        refresh_moments: Moments = "keep",
+        projection_scale: Scale = "1/sqrt(r)",
+        target_modules: TargetModules = None,
+        seed: int = 42,
+        ledger: RunLedger | None = None,
+        source: SecretSource | None = None,
+        synthetic: Synthetic | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.ledger = RunLedger(plan) if ledger is None else ledger
+        self.ledger.set_plan(plan)
+        self._losses = per_sample_losses
+        self._synthetic = self._default_synthetic if synthetic is None else synthetic
+        self._source = SecretSource() if source is None else source
+        self._batches = LogicalBatches(
+            examples,
+            collate,
+            physical_batch_size,
+            source=self._source,
+            length_grid=length_grid,
+            longest=longest,
+        )
+        refuse_other_optimizer(optimizer, model)
+        head = newly_initialized(model) if head is None else head
+        groups = _default_groups(model, plan, head) if clip_groups is None else clip_groups
+        _refuse_unplanned_groups(groups, plan)
+        self.projections = make_projections(
+            model,
+            rank=rank,
+            scale=projection_scale,
+            seed=seed,
+            head=head,
+            target_modules=target_modules,
+        )
+        self.subspace = Subspace(
+            {name: p for name, p in model.named_parameters() if p.requires_grad},
+            self.projections,
+            update_proj_gap=update_proj_gap,
+            moments=refresh_moments,
+            seed=seed,
+        )
+        self._facts = {
+            "rank": rank,
+            "projection_scale": projection_scale,
+            "update_proj_gap": update_proj_gap,
+            "refresh_moments": refresh_moments,
+            "seed": seed,
+            "shapes": {name: list(p.shape) for name, p in self.projections.items()},
+        }
+        self.subspace.adopt(optimizer)
+        self.subspace.start_at_(self.ledger.num_releases)
+        self._private_step = PrivateStep(
+            ledger=self.ledger,
+            recorder=self._recorder(),
+            subspace=self.subspace,
+            clip_groups=groups,
+            head=head,
+            source=self._source,
+        )
+        _broadcast_(model)
+
+    # ---- A loop of one's own ---------------------------------------------------------------
+
+    def batches(self, *, num_workers: int = 0) -> Iterator[list[PhysicalBatch]]:
+        """The logical batches of the remaining planned steps, each drawn anew.
+
+        Args:
+            num_workers: processes that load examples.
+        """
+        plan, done = self.ledger.plan, self.ledger.num_releases
+        loader = self._batches.loader(plan, plan.num_steps - done, num_workers=num_workers)
+        try:
+            with global_randomness_restored():
+                batches = iter(loader)
+            for _ in range(len(loader)):
+                with global_randomness_restored():
+                    batch = next(batches)
+                yield batch
+        finally:  # whoever leaves may have seen results
+            self.ledger.end(_LEFT)
+
+    def step(self, batch: list[PhysicalBatch]) -> StepLoss:
+        """One private step on a logical batch, the optimizer's included.
+
+        Raises:
+            RuntimeError: the planned steps are used up, or the trainable tensors changed.
+        """
+        loss = self.take_gradient(batch)
+        self.optimizer.step()
+        return loss
+
+    def take_gradient(self, batch: list[PhysicalBatch]) -> StepLoss:
+        """The part of a step before the optimizer's: its gradients are private then.
+
+        Raises:
+            RuntimeError: the planned steps are used up, or the trainable tensors changed.
+        """
+        self.model.train()
+        refuse_other_tensors(self.model, {n: t.weight for n, t in self.subspace.tensors.items()})
+        self.subspace.refresh_(self.ledger.num_releases, self.optimizer)
+        with secret_global_randomness(self._source):  # anew: somebody may have set a seed
+            return self._private_step(batch, self._losses_of)
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon spent until now, at the plan's delta."""
+        return self.ledger.epsilon()
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether noise and samples come from the operating system's randomness."""
+        return self._source.is_secret
+
+    def gradients(self) -> list[Tensor]:
+        """The private gradients that the optimizer is about to step with."""
+        grads = (tensor.stand_in.grad for tensor in self.subspace.tensors.values())
+        return [grad for grad in grads if grad is not None]
+
+    # ---- Continuing a run ------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run is continued with, beside the states of model and optimizer; no secrets."""
+        return {
+            "num_releases": self.ledger.num_releases,
+            "reasons": list(self.ledger.reasons),
+            "runs": [list(run) for run in self.ledger.runs],
+            "plan": self.ledger.plan.to_dict(),
+            "projection": self._facts,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues a run; load the optimizer's state after it.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ValueError: plan or projections differ, or steps that were taken would be repeated.
+        """
+        changed = self.ledger.plan.differences(PrivacyPlan.from_dict(state["plan"]))
+        changed += [
+            f"`{name}` was {state['projection'][name]}, is now {value}"
+            for name, value in self._facts.items()
+            if state["projection"][name] != value
+        ]
+        if changed:
+            raise ValueError(
+                "A continued run must keep its plan and its projections, but "
+                f"{'; '.join(changed)}. Restore these, or start a new run (whose epsilon adds to "
+                "what was spent)."
+            )
+        earlier = [(sigma, prob, steps) for sigma, prob, steps in state["runs"][:-1]]
+        self.ledger.resume(state["num_releases"], reasons=state["reasons"], earlier_runs=earlier)
+        self.subspace.start_at_(self.ledger.num_releases)
+
+    # ---- The rehearsal ---------------------------------------------------------------------
+
+    def _recorder(self) -> Recorder:
+        """Takes per-sample gradients; the model is rehearsed on synthetic examples first.
+
+        Raises:
+            ValueError: the rehearsal found what cannot be trained privately.
+        """
+        sites = checked_sites(self.model)
+        with global_randomness_restored():
+            structure = self._batches[[0]][0].inputs
+        examples = self._synthetic(structure)
+        rehearser = Rehearser(self.model, sites, self.projections, self._losses_of)
+        found = rehearsed(self.model, rehearser, examples, self._settle)
+        layouts = LayoutsByShape(rehearser, found.layouts, examples)
+        return Recorder(self.model, found.sites, self.projections, layouts)
+
+    def _losses_of(self, inputs: Mapping[str, Any]) -> Tensor:
+        """One loss per sample of a physical batch."""
+        return self._losses(self.model, _moved(inputs, self.model))
+
+    def _settle(self, inputs: Mapping[str, Any]) -> str:
+        """Why the losses are not the model's own on this synthetic example; nothing if so."""
+        if not isinstance(self._losses, TaskLosses):
+            return ""
+        return self._losses.settle(self.model, _moved(inputs, self.model))
+
+    def _default_synthetic(self, structure: Mapping[str, Any]) -> SyntheticExamples:
+        losses = self._losses
+        are_tokens = isinstance(losses, TaskLosses) and losses.labels_are_tokens
+        return SyntheticExamples(self.model, structure, labels_are_tokens=are_tokens)
+
+
+def _moved(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The inputs on the model's device."""
+    device = next(model.parameters()).device
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _default_groups(model: nn.Module, plan: PrivacyPlan, head: frozenset[str]) -> dict[str, str]:
+    """The head's group, if the plan has one, and the body's."""
+    return {
+        name: HEAD if HEAD in plan.clip_shares and name in head else BODY
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def _refuse_unplanned_groups(groups: Mapping[str, str], plan: PrivacyPlan) -> None:
+    """Refuses clip groups that have no share of the clip norm."""
+    planned = set(plan.clip_shares) - {LOSS}
+    if unknown := sorted(set(groups.values()) - planned):
+        raise ValueError(
+            f"Expected clip groups that the plan's `clip_shares` have, {sorted(planned)}, got "
+            f"`{unknown[0]}` and {len(unknown) - 1} more; plan a share for each."
+        )
+
+
+def _broadcast_(model: nn.Module) -> None:
+    """Gives all processes the first one's weights."""
+    if distributed.is_available() and distributed.is_initialized():
+        for parameter in model.parameters():
+            distributed.broadcast(parameter.data, src=0)
