@@ -178,6 +178,15 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "gradient accumulation steps x processes."
         },
     )
+    max_logical_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most examples per optimizer step: a larger Poisson sample is cut to a random "
+            "subset, which bounds time and memory. It costs epsilon, little from "
+            "expected_batch_size + 4 sqrt(expected_batch_size) on. In one process, and by "
+            "`accountant=pld`. Default: no bound."
+        },
+    )
     length_grid: int = field(
         default=8,
         metadata={
@@ -306,6 +315,11 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 f"`muon_learning_rate` needs `optim={MUON}`, got `optim={self.optim_name}`; use "
                 "`learning_rate`."
             )
+        if self.max_logical_batch_size is not None and self.world_size > 1:
+            raise ValueError(
+                "`max_logical_batch_size` needs one process, as whether a step is cut depends on "
+                f"what all have drawn, got {self.world_size}; leave it out or train in one process."
+            )
         if self.dpmup_base_model is not None:
             refuse_against_dpmup(self.clipping, self.head_clip_share)
 
@@ -375,6 +389,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
             clip_shares=shares,
             head_only_steps=self.head_only_steps,
             private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
+            max_logical_batch_size=self.max_logical_batch_size,
             accountant=self.accountant,
         )
 

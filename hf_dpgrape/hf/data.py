@@ -1,4 +1,4 @@
-"""Logical batches for the private step: drawn by Poisson sampling, split into physical batches."""
+"""Logical batches for the private step: drawn by the plan, split into physical ones."""
 
 from __future__ import annotations
 

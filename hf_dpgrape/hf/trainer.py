@@ -50,7 +50,7 @@ from hf_dpgrape.mechanism.tensors import (
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
-from hf_dpgrape.privacy.sampling import PoissonSampler
+from hf_dpgrape.privacy.sampling.sampler import LogicalBatchSampler
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 
@@ -201,7 +201,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         )
 
     def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
-        """Logical batches, drawn by Poisson sampling from secret randomness."""
+        """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
         assert self._ledger is not None
         self._ledger.set_plan(plan)
@@ -210,9 +210,9 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         return DataLoader(
             self._logical_batches(),
             batch_size=None,
-            sampler=PoissonSampler(
+            sampler=LogicalBatchSampler(
+                plan.sampling,
                 num_examples=plan.num_examples,
-                sampling_prob=plan.sampling_prob,
                 num_batches=self.args.steps_per_epoch(plan.num_examples),
                 generator=self._source.generator(),
                 rank=self.args.process_index,

@@ -304,3 +304,14 @@ def test_config_without_architecture_needs_a_task(
     assert main(["check", str(tmp_path)]) == 2
     assert "choose a `--task` out of causal-lm" in capsys.readouterr().err
     assert main(["check", str(tmp_path), "--task", "token-classification"]) == 0
+
+
+def test_budget_with_a_bound_on_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = budget("--max_logical_batch_size", "120")
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    p = plan("pld", target_epsilon=2.3, max_logical_batch_size=120)
+    assert report["epsilon"] == {"pld": p.epsilon()}
+    assert report["sampling"] == p.sampling.describe()
+    assert main(words) == 0
+    assert "cut at random to at most 120 examples" in capsys.readouterr().out
