@@ -16,7 +16,7 @@ from hf_dpgrape.hf.refusals import (
     refuse_what_a_launcher_set,
     refuse_what_breaks_privacy,
 )
-from hf_dpgrape.optim.optimizers import MUON, OWN_OPTIMIZERS
+from hf_dpgrape.optim.table import MUON, OPTIMIZERS
 from hf_dpgrape.privacy.plan import (
     BODY,
     HEAD,
@@ -95,9 +95,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
     refresh_moments: str = field(
         default="keep",
         metadata={
-            "help": "Optimizer state at a new projection: keep (the paper), reset, or carry the "
-            "first moment over.",
-            "choices": ["keep", "reset", "carry"],
+            "help": "Optimizer state at a new projection: keep (the paper) or reset.",
+            "choices": ["keep", "reset"],
         },
     )
     optim: str = field(  # transformers' own type would have HfArgumentParser refuse our names
@@ -247,7 +246,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without model and data."""
-        own_optimizer = self.optim if self.optim in OWN_OPTIMIZERS else None
+        own_optimizer = self.optim if self.optim in OPTIMIZERS else None
         if own_optimizer:  # transformers does not know it by name
             self.optim = OptimizerNames.ADAMW_TORCH
         super().__post_init__()  # type: ignore[no-untyped-call]

@@ -53,5 +53,5 @@ def test_several_processes_are_refused(
 ) -> None:
     args = make_trainer(max_logical_batch_size=BOUND).args
     monkeypatch.setattr(type(args), "world_size", 2)
-    with pytest.raises(ValueError, match="`max_logical_batch_size` needs one process, .* got 2"):
+    with pytest.raises(ValueError, match=r"`max_logical_batch_size` needs one process, .* got 2"):
         args.check()
