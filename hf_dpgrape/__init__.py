@@ -8,17 +8,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_dpgrape.gradients.sites import register_rule
     from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
     from hf_dpgrape.hf.trainer import DPGrapeMixin, DPGrapeTrainer
+    from hf_dpgrape.optim.table import OptimizerRow, register_optimizer
     from hf_dpgrape.privacy.plan import PrivacyPlan
 
-__all__ = ["DPGrapeMixin", "DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyPlan"]
+__all__ = [
+    "DPGrapeMixin",
+    "DPGrapeTrainer",
+    "DPGrapeTrainingArguments",
+    "OptimizerRow",
+    "PrivacyPlan",
+    "register_optimizer",
+    "register_rule",
+]
 
 _MODULES = {
     "DPGrapeMixin": "hf_dpgrape.hf.trainer",
     "DPGrapeTrainer": "hf_dpgrape.hf.trainer",
     "DPGrapeTrainingArguments": "hf_dpgrape.hf.arguments",
+    "OptimizerRow": "hf_dpgrape.optim.table",
     "PrivacyPlan": "hf_dpgrape.privacy.plan",
+    "register_optimizer": "hf_dpgrape.optim.table",
+    "register_rule": "hf_dpgrape.gradients.sites",
 }
 
 

@@ -9,7 +9,15 @@ import pytest
 
 import hf_dpgrape
 
-PUBLIC = ["DPGrapeMixin", "DPGrapeTrainer", "DPGrapeTrainingArguments", "PrivacyPlan"]
+PUBLIC = [
+    "DPGrapeMixin",
+    "DPGrapeTrainer",
+    "DPGrapeTrainingArguments",
+    "OptimizerRow",
+    "PrivacyPlan",
+    "register_optimizer",
+    "register_rule",
+]
 
 
 def test_names_are_pinned() -> None:

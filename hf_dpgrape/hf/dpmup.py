@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.hf.families import loaded_tensors
 from hf_dpgrape.hf.models import load_config
 from hf_dpgrape.hf.refusals import UNSUPPORTED_OPTIMIZERS
-from hf_dpgrape.mechanism.tensors import loaded_tensors, make_projections
+from hf_dpgrape.mechanism.tensors import make_projections
 from hf_dpgrape.optim.table import OPTIMIZERS, WidthRule
 from hf_dpgrape.width.rules import OptimizerKind, Transfer, transfer
 from hf_dpgrape.width.shapes import Layer, hidden_matrices, layers_of, output_layers

@@ -30,6 +30,7 @@ from hf_dpgrape.hf.collation import warn_of_exact_lengths
 from hf_dpgrape.hf.data import LogicalBatches
 from hf_dpgrape.hf.disclosure import LoggingMixin
 from hf_dpgrape.hf.dpmup import WidthTransfer, proxy_of, resolve
+from hf_dpgrape.hf.families import newly_initialized
 from hf_dpgrape.hf.input_limits import longest_input
 from hf_dpgrape.hf.losses import PerSampleLoss, head_of
 from hf_dpgrape.hf.own_generators import refuse_own_generators
@@ -44,7 +45,6 @@ from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.mechanism.tensors import (
     make_projections,
     matching,
-    newly_initialized,
     refuse_other_tensors,
 )
 from hf_dpgrape.privacy.ledger import RunLedger
