@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_dpgrape.gradients.sites import register_rule
     from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
     from hf_dpgrape.hf.losses import PerSampleLoss
     from hf_dpgrape.hf.trainer import DPGrapeMixin, DPGrapeTrainer
     from hf_dpgrape.mechanism.private_training import PrivateTraining
+    from hf_dpgrape.optim.table import OptimizerRow, register_optimizer
     from hf_dpgrape.privacy.ledger import RunLedger
     from hf_dpgrape.privacy.plan import PrivacyPlan
 
@@ -19,20 +21,26 @@ __all__ = [
     "DPGrapeMixin",
     "DPGrapeTrainer",
     "DPGrapeTrainingArguments",
+    "OptimizerRow",
     "PerSampleLoss",
     "PrivacyPlan",
     "PrivateTraining",
     "RunLedger",
+    "register_optimizer",
+    "register_rule",
 ]
 
 _MODULES = {
     "DPGrapeMixin": "hf_dpgrape.hf.trainer",
     "DPGrapeTrainer": "hf_dpgrape.hf.trainer",
     "DPGrapeTrainingArguments": "hf_dpgrape.hf.arguments",
+    "OptimizerRow": "hf_dpgrape.optim.table",
     "PerSampleLoss": "hf_dpgrape.hf.losses",
     "PrivacyPlan": "hf_dpgrape.privacy.plan",
     "PrivateTraining": "hf_dpgrape.mechanism.private_training",
     "RunLedger": "hf_dpgrape.privacy.ledger",
+    "register_optimizer": "hf_dpgrape.optim.table",
+    "register_rule": "hf_dpgrape.gradients.sites",
 }
 
 

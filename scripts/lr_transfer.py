@@ -30,7 +30,7 @@ from torch import nn
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import width_transfer
-from hf_dpgrape.optim.optimizers import MuonWithAdamW
+from hf_dpgrape.optim.muon import MuonWithAdamW
 from hf_dpgrape.width.initialization import initialize_mup_
 
 SEEDS = (0, 1, 2)

@@ -13,10 +13,13 @@ PUBLIC = [
     "DPGrapeMixin",
     "DPGrapeTrainer",
     "DPGrapeTrainingArguments",
+    "OptimizerRow",
     "PerSampleLoss",
     "PrivacyPlan",
     "PrivateTraining",
     "RunLedger",
+    "register_optimizer",
+    "register_rule",
 ]
 
 

@@ -69,7 +69,7 @@ def _shown(epsilon: float | None) -> str:
 
 
 def _by_accountant(by: Mapping[str, float | None]) -> str:
-    return f"PLD {_shown(by['pld'])}, RDP {_shown(by['rdp'])}"
+    return ", ".join(f"{name.upper()} {_shown(epsilon)}" for name, epsilon in by.items())
 
 
 def _names(names: Sequence[str]) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from hf_dpgrape.privacy.accounting import Accountant
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def plot_budget(plan: PrivacyPlan, title: str) -> Figure:
     over_steps.set_title(f"spent during the run, at noise multiplier {plan.noise_multiplier:.4g}")
 
     sigmas = [ratio * plan.noise_multiplier for ratio in _NOISE_RATIOS]
-    for name in get_args(Accountant):
+    for name in plan.sampling.accountants:
         spent = [_with_noise(plan, sigma).epsilon(accountant=name) for sigma in sigmas]
         over_epsilon.plot(spent, sigmas, label=name.upper(), **_STYLES[name])
     spent_here = plan.epsilon(accountant="pld")
@@ -110,9 +109,9 @@ def plot_run(
 
 
 def draw_epsilon(axes: Any, plan: PrivacyPlan, num_steps: int) -> None:
-    """Epsilon by both accountants over the first steps of a plan."""
+    """Epsilon by the accountants of a plan over the first steps of a plan."""
     steps = curve_steps(num_steps)
-    for name in get_args(Accountant):
+    for name in plan.sampling.accountants:
         spent = [plan.epsilon(step, name) for step in steps]
         axes.plot(steps, spent, label=name.upper(), **_STYLES[name])
         axes.annotate(

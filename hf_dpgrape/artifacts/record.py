@@ -9,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dpgrape.privacy.accounting import Run
 from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.sampling.table import sampling_of
 
 if TYPE_CHECKING:
     from hf_dpgrape.subspace.projection import Projection
@@ -20,9 +22,6 @@ RECORD_NAME = "privacy.json"
 
 #: Where noise and sampling came from.
 SECRET, FIXED = "generators seeded by the operating system", "FIXED TEST SEED: NOT PRIVATE"
-
-#: What the numbers of a run are called in the record of several.
-RUN_KEYS = ("noise_multiplier", "sampling_prob", "num_steps")
 
 _PACKAGES = ("hf-dpgrape", "dp-accounting", "torch", "transformers")
 
@@ -65,11 +64,10 @@ def privacy_record(
         "steps_counted": counted,
         "all_steps_count_because": list(counted_because),
         "epsilon_by_accountant": {
-            "pld": finite(plan.epsilon(counted, "pld")),
-            "rdp": finite(plan.epsilon(counted, "rdp")),
+            name: finite(plan.epsilon(counted, name)) for name in plan.sampling.accountants
         },
         "unit_of_privacy": example_unit,
-        "sampling": "Poisson",
+        "sampling": plan.sampling.describe(),
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
         "projection": dict(projection),
@@ -115,6 +113,21 @@ def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
         or earlier.get("raw_metrics_were_logged", False),
         **({"dpmup": dpmup} if dpmup else {}),
     }
+
+
+def run_to_dict(run: Run) -> dict[str, Any]:
+    """A run in the record of several, as plain data."""
+    noise_multiplier, sampling, num_steps = run
+    return {
+        "noise_multiplier": noise_multiplier,
+        **sampling.numbers(),
+        "num_steps": num_steps,
+    }
+
+
+def run_from_dict(data: Mapping[str, Any]) -> Run:
+    """The run that `run_to_dict` wrote."""
+    return data["noise_multiplier"], sampling_of(data), data["num_steps"]
 
 
 def counts_in_full(record: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--num_examples", type=int, required=True, help="size of the training set")
     add("--expected_batch_size", type=int, required=True, help="mean examples per step")
+    add("--max_logical_batch_size", type=int, help="most examples per step (default: no bound)")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--num_train_epochs", type=float, help="length of the run in epochs")
     length.add_argument("--max_steps", type=int, help="length of the run in steps")
@@ -52,5 +53,6 @@ def plan_of(arguments: argparse.Namespace, **numbers: Any) -> PrivacyPlan:
         ),
         l2_clip_norm=1.0,
         target_delta=a.target_delta,
+        max_logical_batch_size=a.max_logical_batch_size,
         **numbers,
     )

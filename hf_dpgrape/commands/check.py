@@ -92,10 +92,10 @@ def _rehearse(model: nn.Module, arguments: argparse.Namespace) -> Rehearsal:
     """
     from hf_dpgrape.commands.memory.setting import Setting, make_batch
     from hf_dpgrape.gradients.rehearsal import Rehearser
-    from hf_dpgrape.hf.losses import PerSampleLoss
+    from hf_dpgrape.hf.losses import PerSampleLoss, labels_are_tokens
     from hf_dpgrape.hf.models import new_head
-    from hf_dpgrape.hf.preflight import checked_sites, rehearsed
-    from hf_dpgrape.hf.synthetic import SyntheticExamples
+    from hf_dpgrape.mechanism.checks import checked_sites, rehearsed
+    from hf_dpgrape.mechanism.synthetic import SyntheticExamples
     from hf_dpgrape.mechanism.tensors import make_projections
 
     structure = make_batch(model, Setting(batch_size=1, seq_len=12), 1)
@@ -108,7 +108,8 @@ def _rehearse(model: nn.Module, arguments: argparse.Namespace) -> Rehearsal:
         head=new_head(model, arguments.head_modules),
     )
     rehearser = Rehearser(model, checked_sites(model), projections, lambda x: loss(model, x))
-    examples = SyntheticExamples(model, structure)
+    tokens = labels_are_tokens(model)
+    examples = SyntheticExamples(model, structure, labels_are_tokens=tokens)
     return rehearsed(model, rehearser, examples, lambda inputs: loss.settle(model, inputs))
 
 

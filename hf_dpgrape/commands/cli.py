@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,8 +16,8 @@ from hf_dpgrape.commands.budget import add_run_arguments, plan_of
 from hf_dpgrape.commands.check import add_parser as add_check
 from hf_dpgrape.commands.memory.command import add_parser as add_memory
 from hf_dpgrape.commands.width.command import add_parsers as add_widths
-from hf_dpgrape.privacy.accounting import Accountant
 from hf_dpgrape.privacy.plan import PrivacyPlan, steps_per_epoch
+from hf_dpgrape.privacy.sampling.base import Accountant
 
 #: Rows of the table of epochs; longer runs show evenly spaced epochs.
 _MAX_EPOCH_ROWS = 10
@@ -64,7 +64,9 @@ def _add_budget(commands: Any) -> None:
 
 
 def _budget(arguments: argparse.Namespace) -> int:
-    plans = {name: plan_of(arguments, accountant=name) for name in get_args(Accountant)}
+    plans: dict[Accountant, PrivacyPlan] = {"pld": plan_of(arguments, accountant="pld")}
+    for name in plans["pld"].sampling.accountants[1:]:
+        plans[name] = plan_of(arguments, accountant=name)
     report = budget_report(plans)
     if arguments.plot:
         from hf_dpgrape.artifacts.plots import plot_budget, save_figure  # matplotlib is optional
@@ -81,11 +83,12 @@ def _budget(arguments: argparse.Namespace) -> int:
 
 
 def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:
-    """The plan of a run under both accountants, as plain data."""
+    """The plan of a run under each of its accountants, as plain data."""
     plan = plans["pld"]
     return {
         "num_examples": plan.num_examples,
         "expected_batch_size": plan.expected_batch_size,
+        "sampling": plan.sampling.describe(),
         "sampling_prob": plan.sampling_prob,
         "steps_per_epoch": steps_per_epoch(plan.num_examples, plan.expected_batch_size),
         "num_steps": plan.num_steps,
@@ -99,7 +102,7 @@ def budget_report(plans: Mapping[Accountant, PrivacyPlan]) -> dict[str, Any]:
 
 
 def _epochs(plan: PrivacyPlan) -> list[dict[str, Any]]:
-    """Epsilon by both accountants after some epochs, under the PLD plan's noise."""
+    """Epsilon by each accountant after some epochs, under the PLD plan's noise."""
     per_epoch = steps_per_epoch(plan.num_examples, plan.expected_batch_size)
     whole = plan.num_steps // per_epoch
     rows = min(whole, _MAX_EPOCH_ROWS)
@@ -110,7 +113,9 @@ def _epochs(plan: PrivacyPlan) -> list[dict[str, Any]]:
         {
             "epoch": round(step / per_epoch, 2),
             "step": step,
-            "epsilon": {name: finite(plan.epsilon(step, name)) for name in get_args(Accountant)},
+            "epsilon": {
+                name: finite(plan.epsilon(step, name)) for name in plan.sampling.accountants
+            },
         }
         for step in steps
     ]
@@ -127,6 +132,7 @@ def _plan_table(report: dict[str, Any]) -> Table:
     table = Table(title="Plan", show_header=False)
     table.add_row("examples", f"{report['num_examples']:,}")
     table.add_row("expected batch size", f"{report['expected_batch_size']:,}")
+    table.add_row("sampling", report["sampling"])
     table.add_row("sampling probability", f"{report['sampling_prob']:.6g}")
     table.add_row("steps", f"{report['num_steps']:,} ({report['steps_per_epoch']:,} per epoch)")
     table.add_row("delta", f"{report['target_delta']:g}")
@@ -142,7 +148,8 @@ def _noise_table(report: dict[str, Any]) -> Table:
 
 def _epoch_table(report: dict[str, Any]) -> Table:
     sigma = report["noise_multiplier"]["pld"]
-    table = Table("epoch", "step", "PLD", "RDP", title=f"Epsilon at noise {sigma:.6g}")
+    names = [name.upper() for name in report["epsilon"]]
+    table = Table("epoch", "step", *names, title=f"Epsilon at noise {sigma:.6g}")
     for row in report["epochs"]:
         spent = map(_number, row["epsilon"].values())
         table.add_row(f"{row['epoch']:g}", f"{row['step']:,}", *spent)

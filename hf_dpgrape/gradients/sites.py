@@ -11,7 +11,6 @@ from torch import nn
 
 from hf_dpgrape.gradients.generic import EmbeddingSubclassRule, GenericRule
 from hf_dpgrape.gradients.rules import (
-    Conv1DRule,
     Conv2dRule,
     EmbeddingRule,
     LayerNormRule,
@@ -19,27 +18,77 @@ from hf_dpgrape.gradients.rules import (
     Rule,
 )
 
-#: Rules by the exact type's qualified name, so that no other library has to be imported.
-_RULES: dict[str, Callable[[], Rule]] = {
-    "torch.nn.modules.linear.Linear": LinearRule,
-    "transformers.pytorch_utils.Conv1D": Conv1DRule,
-    "transformers.models.falcon.modeling_falcon.FalconLinear": LinearRule,
-    "torch.nn.modules.sparse.Embedding": EmbeddingRule,
-    "torch.nn.modules.normalization.LayerNorm": LayerNormRule,
-    "torch.nn.modules.conv.Conv2d": Conv2dRule,
+#: Rules by exact type.
+_RULES: dict[type[nn.Module], Callable[[], Rule]] = {
+    nn.Linear: LinearRule,
+    nn.Embedding: EmbeddingRule,
+    nn.LayerNorm: LayerNormRule,
+    nn.Conv2d: Conv2dRule,
 }
 
-#: Tables that are looked up once for all samples, by methods whose output has the batch in front:
-#: classes (regular expressions) of the table's own parent and of the method's owner, the method.
-_METHODS: tuple[tuple[str, str, str], ...] = (
-    ("T5Attention", "T5Attention", "compute_bias"),
-    ("MPNetEncoder", "MPNetEncoder", "compute_position_bias"),
-    ("PromptEmbedding|PromptEncoder", "PeftModel.*", "get_prompt"),
-)
 
-#: Classes that multiply activations by a bare vector: how many dimensions an activation has
-#: between the batch and the vector's own.
-_SCALE_DIMS: dict[str, int] = {"BeitLayer": 1, "ConvNextLayer": 2}
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """What is known of other libraries' modules, whose classes are named and not imported.
+
+    Attributes:
+        rules: by the exact type's qualified name.
+        methods: tables that are looked up once for all samples, by methods whose output has the
+            batch in front: classes (regular expressions) of the table's own parent and of the
+            method's owner, the method.
+        scale_dims: classes that multiply activations by a bare vector: how many dimensions an
+            activation has between the batch and the vector's own.
+        loaded_flag: attribute that is set on the tensors that a checkpoint did have.
+    """
+
+    rules: Mapping[str, Callable[[], Rule]] = field(default_factory=dict)
+    methods: tuple[tuple[str, str, str], ...] = ()
+    scale_dims: Mapping[str, int] = field(default_factory=dict)
+    loaded_flag: str = ""
+
+
+#: Those known in this process; none where `hf_dpgrape.hf` was not imported.
+_FAMILIES: list[Families] = []
+
+
+def is_loaded(parameter: nn.Parameter) -> bool:
+    """Whether a tensor came from a checkpoint, as the libraries known here mark it."""
+    flags = (families.loaded_flag for families in _FAMILIES)
+    return any(getattr(parameter, flag, False) for flag in flags if flag)
+
+
+def know(families: Families) -> None:
+    """Adds families to those known; again, it changes nothing."""
+    if families not in _FAMILIES:
+        _FAMILIES.append(families)
+
+
+def register_rule(kind: type[nn.Module], make: Callable[[], Rule]) -> None:
+    """Has modules of exactly this type take a rule in place of the generic one.
+
+    A subclass may compute something else, so it keeps its own rule or the generic one.
+
+    Args:
+        kind: the type.
+        make: the rule's class, or what makes a rule.
+
+    Raises:
+        ValueError: the type has a rule already.
+    """
+    if (present := _registered(kind)) is not None:
+        raise ValueError(
+            f"Expected a type of module without a rule, got {kind.__name__}, which has "
+            f"{type(present()).__name__}; register a subclass of it."
+        )
+    _RULES[kind] = make
+
+
+def _registered(kind: type[nn.Module]) -> Callable[[], Rule] | None:
+    """What makes the rule of an exact type, if one is known."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    named = (families.rules[name] for families in _FAMILIES if name in families.rules)
+    return _RULES.get(kind) or next(named, None)
+
 
 #: Layers whose output for one sample depends on the other samples of the batch.
 _MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
@@ -101,7 +150,7 @@ def _rule_for(module: nn.Module) -> Rule:
         module.groups != 1 or isinstance(module.padding, str) or module.padding_mode != "zeros"
     ):
         return GenericRule()
-    if make := _RULES.get(f"{kind.__module__}.{kind.__qualname__}"):
+    if make := _registered(kind):
         return make()
     return EmbeddingSubclassRule() if isinstance(module, nn.Embedding) else GenericRule()
 
@@ -148,7 +197,9 @@ def _bare_site(
     model: nn.Module, module_name: str, module: nn.Module, local: str, name: str
 ) -> Site | None:
     """The site of a tensor that no layer owns: itself, or the module around it as a whole."""
-    scale_dims = _SCALE_DIMS.get(type(module).__name__)
+    owner = type(module).__name__
+    known = (families.scale_dims[owner] for families in _FAMILIES if owner in families.scale_dims)
+    scale_dims = next(known, None)
     tensor = module.get_parameter(local)
     if scale_dims is not None or (
         tensor.ndim >= 2 and tensor.shape[0] == 1 and _has_forward(module)
@@ -226,7 +277,8 @@ def _is_leaf(module: nn.Module) -> bool:
 def _leaf_site(model: nn.Module, name: str, module: nn.Module, own: dict[str, str]) -> Site:
     """The site of a leaf: itself, or the method above it that puts the batch in front."""
     parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
-    for parent_class, owner_class, method in _METHODS:
+    methods = (method for families in _FAMILIES for method in families.methods)
+    for parent_class, owner_class, method in methods:
         if not isinstance(module, nn.Embedding) or not re.fullmatch(parent_class, parent):
             continue
         owner_name, path = name, ""

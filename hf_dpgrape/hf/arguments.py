@@ -16,7 +16,7 @@ from hf_dpgrape.hf.refusals import (
     refuse_what_a_launcher_set,
     refuse_what_breaks_privacy,
 )
-from hf_dpgrape.optim.optimizers import MUON, OWN_OPTIMIZERS
+from hf_dpgrape.optim.table import MUON, OPTIMIZERS
 from hf_dpgrape.privacy.plan import (
     BODY,
     HEAD,
@@ -95,9 +95,8 @@ class DPGrapeTrainingArguments(TrainingArguments):
     refresh_moments: str = field(
         default="keep",
         metadata={
-            "help": "Optimizer state at a new projection: keep (the paper), reset, or carry the "
-            "first moment over.",
-            "choices": ["keep", "reset", "carry"],
+            "help": "Optimizer state at a new projection: keep (the paper) or reset.",
+            "choices": ["keep", "reset"],
         },
     )
     optim: str = field(  # transformers' own type would have HfArgumentParser refuse our names
@@ -178,6 +177,15 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "gradient accumulation steps x processes."
         },
     )
+    max_logical_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most examples per optimizer step: a larger Poisson sample is cut to a random "
+            "subset, which bounds time and memory. It costs epsilon, little from "
+            "expected_batch_size + 4 sqrt(expected_batch_size) on. In one process, and by "
+            "`accountant=pld`. Default: no bound."
+        },
+    )
     length_grid: int = field(
         default=8,
         metadata={
@@ -238,7 +246,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without model and data."""
-        own_optimizer = self.optim if self.optim in OWN_OPTIMIZERS else None
+        own_optimizer = self.optim if self.optim in OPTIMIZERS else None
         if own_optimizer:  # transformers does not know it by name
             self.optim = OptimizerNames.ADAMW_TORCH
         super().__post_init__()  # type: ignore[no-untyped-call]
@@ -305,6 +313,11 @@ class DPGrapeTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`muon_learning_rate` needs `optim={MUON}`, got `optim={self.optim_name}`; use "
                 "`learning_rate`."
+            )
+        if self.max_logical_batch_size is not None and self.world_size > 1:
+            raise ValueError(
+                "`max_logical_batch_size` needs one process, as whether a step is cut depends on "
+                f"what all have drawn, got {self.world_size}; leave it out or train in one process."
             )
         if self.dpmup_base_model is not None:
             refuse_against_dpmup(self.clipping, self.head_clip_share)
@@ -375,6 +388,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
             clip_shares=shares,
             head_only_steps=self.head_only_steps,
             private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
+            max_logical_batch_size=self.max_logical_batch_size,
             accountant=self.accountant,
         )
 

@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer_utils import HPSearchBackend, SaveStrategy
 
-from hf_dpgrape.artifacts.record import RUN_KEYS, finite
+from hf_dpgrape.artifacts.record import finite, run_to_dict
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.privacy.ledger import RunLedger
@@ -119,10 +119,9 @@ class TuningMixin(TrainerPart):
             "num_runs": self._num_runs(),
             "target_delta": self._ledger.plan.target_delta,
             "epsilon_by_accountant": {
-                "pld": finite(self._ledger.total_epsilon("pld")),
-                "rdp": finite(self._ledger.total_epsilon("rdp")),
+                name: finite(self._ledger.total_epsilon(name)) for name in self._ledger.accountants
             },
-            "runs": [dict(zip(RUN_KEYS, run, strict=True)) for run in self._ledger.runs],
+            "runs": [run_to_dict(run) for run in self._ledger.runs],
         }
 
     def hyperparameter_search(

@@ -20,7 +20,7 @@ from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.models import load_config
 from hf_dpgrape.hf.refusals import UNSUPPORTED_OPTIMIZERS
 from hf_dpgrape.mechanism.tensors import loaded_tensors, make_projections
-from hf_dpgrape.optim.optimizers import MUON
+from hf_dpgrape.optim.table import OPTIMIZERS, WidthRule
 from hf_dpgrape.width.rules import OptimizerKind, Transfer, transfer
 from hf_dpgrape.width.shapes import Layer, hidden_matrices, layers_of, output_layers
 
@@ -29,6 +29,12 @@ logger = logging.get_logger(__name__)
 #: How configurations call the size of a head, or the number of heads that gives it.
 _NUM_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads")
 _HIDDEN_SIZES = ("hidden_size", "d_model")
+
+#: Parts of the names of other libraries' optimizers, and their rule.
+_WIDTH_RULES: dict[str, WidthRule] = {
+    "muon": "muon",
+    **dict.fromkeys(("adam", "rmsprop", "lion", "adafactor", "ademamix"), "adam"),
+}
 
 EXTRAPOLATION = (
     "DP-muP's rates are derived for weights initialized in muP. This model was loaded from a "
@@ -82,14 +88,16 @@ def optimizer_kind(optim: str) -> OptimizerKind:
     Raises:
         ValueError: its step neither keeps nor loses the gradient's scale in a way we know.
     """
+    for name, row in OPTIMIZERS.items():
+        if optim in (name, row.make.__name__):
+            return row.width_rule
     name = optim.lower()
     if not any(word in name for word in UNSUPPORTED_OPTIMIZERS):
-        if MUON in name:
-            return "muon"
         if name == "sgd":
             return "sgd"
-        if any(word in name for word in ("adam", "rmsprop", "lion", "adafactor", "ademamix")):
-            return "adam"
+        for word, rule in _WIDTH_RULES.items():
+            if word in name:
+                return rule
     raise ValueError(
         f"DP-muP knows rules for sgd, Adam-like optimizers and muon, got `optim={optim}`; choose "
         "one of these, or leave `dpmup_base_model` out."

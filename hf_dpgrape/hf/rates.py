@@ -12,15 +12,9 @@ from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import WidthTransfer, optimizer_kind
 from hf_dpgrape.mechanism.checks import refuse_other_optimizer
 from hf_dpgrape.mechanism.tensors import projected_shapes
-from hf_dpgrape.optim.optimizers import (
-    ADAMW_BC,
-    MUON,
-    AdamWBC,
-    MuonWithAdamW,
-    float_options,
-    muon_scale,
-    regroup,
-)
+from hf_dpgrape.optim.groups import regroup
+from hf_dpgrape.optim.muon import MuonWithAdamW, muon_scale
+from hf_dpgrape.optim.table import OPTIMIZERS, Setting
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.width.shapes import hidden_matrices, layers_of
 
@@ -29,27 +23,16 @@ def own_optimizer(
     args: DPGrapeTrainingArguments, plan: PrivacyPlan
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """Class and arguments of an optimizer of this package; None for those of transformers."""
-    betas = (args.adam_beta1, args.adam_beta2)
-    if args.optim_name == MUON:
-        options = float_options(args.optim_args, ("momentum", "ns_steps"))
-        steps = int(options.pop("ns_steps", 5))
-        return MuonWithAdamW, {
-            "lr": args.learning_rate,
-            "betas": betas,
-            "eps": args.adam_epsilon,
-            "ns_steps": steps,
-            **options,
-        }
-    if args.optim_name == ADAMW_BC:
-        options = float_options(args.optim_args, ("floor",))
-        variance = (plan.noise_stddev / plan.expected_batch_size) ** 2
-        return AdamWBC, {
-            "lr": args.learning_rate,
-            "betas": betas,
-            "noise_variance": variance,
-            **options,
-        }
-    return None
+    row = OPTIMIZERS.get(args.optim_name)
+    if row is None:
+        return None
+    settings: dict[Setting, Any] = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "noise_variance": (plan.noise_stddev / plan.expected_batch_size) ** 2,
+    }
+    return row.make, row.arguments(settings, args.optim_args)
 
 
 def set_rates(

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hf_dpgrape.artifacts.record import RUN_KEYS, read_record
+from hf_dpgrape.artifacts.record import read_record, run_from_dict
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.mechanism.private_training import PrivateTraining
+from hf_dpgrape.privacy.accounting import Run
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
@@ -214,10 +215,10 @@ def _reasons(recorded: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _earlier_runs(recorded: Mapping[str, Any]) -> list[Any]:
+def _earlier_runs(recorded: Mapping[str, Any]) -> list[Run]:
     """The whole runs that a record adds up with its own, which is the last."""
     runs = (recorded.get("tuning", {}).get("all_runs") or {}).get("runs", [])
-    return [tuple(run[name] for name in RUN_KEYS) for run in runs[:-1]]
+    return [run_from_dict(run) for run in runs[:-1]]
 
 
 def _digest(value: Any) -> str:

@@ -186,7 +186,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         )
 
     def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
-        """Logical batches, drawn by Poisson sampling from secret randomness."""
+        """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
         assert self._ledger is not None
         self._ledger.set_plan(plan)

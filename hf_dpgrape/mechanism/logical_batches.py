@@ -1,4 +1,4 @@
-"""Logical batches for the private step: drawn by Poisson sampling, split into physical batches."""
+"""Logical batches for the private step: drawn by the plan, split into physical ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_dpgrape.mechanism.own_generators import refuse_own_generators
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, reseed_cpu_, reseed_global_
-from hf_dpgrape.privacy.sampling import PoissonSampler
+from hf_dpgrape.privacy.sampling.sampler import LogicalBatchSampler
 
 #: Values that are no tensors and pass to the model as they are.
 _PRIMITIVES = (bool, int, float, str, bytes, type(None))
@@ -126,9 +126,9 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
 def _sampler(plan: PrivacyPlan, num_batches: int, source: SecretSource) -> Sampler[list[int]]:
     """Draws this process's share of the examples, by coins that are its own."""
     parallel = distributed.is_available() and distributed.is_initialized()
-    return PoissonSampler(
+    return LogicalBatchSampler(
+        plan.sampling,
         num_examples=plan.num_examples,
-        sampling_prob=plan.sampling_prob,
         num_batches=num_batches,
         generator=source.generator(),
         rank=distributed.get_rank() if parallel else 0,

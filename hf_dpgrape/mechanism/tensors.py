@@ -8,33 +8,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_dpgrape.gradients.sites import Site, find_sites, refusal
+from hf_dpgrape.gradients.sites import Site, find_sites, is_loaded, refusal
 from hf_dpgrape.subspace.projection import Projection, Scale
-
-#: Set by transformers on the tensors that a checkpoint did have.
-_LOADED_FLAG = "_is_hf_initialized"
 
 #: Differing names that an error text shows.
 _NUM_SHOWN = 3
 
 TargetModules = str | list[str] | None
-
-
-def newly_initialized(model: nn.Module) -> frozenset[str]:
-    """Trainable tensors that the checkpoint did not have, such as a fresh classification head.
-
-    Empty for a model that was not loaded from a checkpoint at all: then no part of it is fresher
-    than the rest.
-    """
-    loaded = loaded_tensors(model)
-    if not loaded:
-        return frozenset()
-    return frozenset(n for n, p in model.named_parameters() if p.requires_grad and n not in loaded)
-
-
-def loaded_tensors(model: nn.Module) -> frozenset[str]:
-    """Tensors that came from a checkpoint; empty for a model made from a configuration."""
-    return frozenset(n for n, p in model.named_parameters() if getattr(p, _LOADED_FLAG, False))
 
 
 def refuse_other_tensors(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
@@ -56,6 +36,23 @@ def refuse_other_tensors(model: nn.Module, weights: Mapping[str, nn.Parameter]) 
             f"or exchanged since ({', '.join(changed[:_NUM_SHOWN])}{more}): set `requires_grad` "
             "before `train()`, and leave it."
         )
+
+
+def newly_initialized(model: nn.Module) -> frozenset[str]:
+    """Trainable tensors that the checkpoint did not have, such as a fresh classification head.
+
+    Empty for a model that was not loaded from a checkpoint at all: then no part of it is fresher
+    than the rest.
+    """
+    loaded = loaded_tensors(model)
+    if not loaded:
+        return frozenset()
+    return frozenset(n for n, p in model.named_parameters() if p.requires_grad and n not in loaded)
+
+
+def loaded_tensors(model: nn.Module) -> frozenset[str]:
+    """Tensors that came from a checkpoint; empty for a model made from a configuration."""
+    return frozenset(n for n, p in model.named_parameters() if is_loaded(p))
 
 
 def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:

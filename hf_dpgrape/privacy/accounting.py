@@ -13,14 +13,14 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import dp_accounting
 import numpy as np
 import scipy.optimize
 from dp_accounting import pld, rdp
 
-Accountant = Literal["pld", "rdp"]
+from hf_dpgrape.privacy.sampling.base import Accountant, Sampling
 
 #: Relative width at which the search for the noise multiplier stops.
 _CALIBRATION_TOLERANCE = 1e-4
@@ -39,8 +39,8 @@ _MOST_PLD_STEPS = 100_000
 _MOST_STEPS = 10**12
 
 
-#: A run as the accountants see it: noise multiplier, sampling probability, number of steps.
-Run = tuple[float, float, int]
+#: A run as the accountants see it: noise multiplier, sampling, number of steps.
+Run = tuple[float, Sampling, int]
 
 
 def _grid_interval(runs: Sequence[Run]) -> float:
@@ -53,10 +53,12 @@ def _grid_interval(runs: Sequence[Run]) -> float:
     with the noise, grows with the steps, and is a power of two: a coarser grid is then part of a
     finer one, so that epsilon stays monotone in both.
     """
-    stddevs, reaches = zip(*(_loss_of_step(sigma, q) for sigma, q, _ in runs), strict=True)
-    variance = sum(steps * s**2 for s, (_, _, steps) in zip(stddevs, runs, strict=True))
+    found = [[_loss_of_step(*loss) for loss in s.losses(sigma)] for sigma, s, _ in runs]
+    largest = [max(stddev for stddev, _ in losses) for losses in found]
+    variance = sum(steps * s**2 for s, (_, _, steps) in zip(largest, runs, strict=True))
+    reaches = (reach for losses in found for _, reach in losses)
     width = 2 * max(0.0, *reaches) + 16 * math.sqrt(variance)
-    finest = max(min(stddevs) / _POINTS_PER_STDDEV, width / _MAX_POINTS)
+    finest = max(min(losses[0][0] for losses in found) / _POINTS_PER_STDDEV, width / _MAX_POINTS)
     return float(2.0 ** math.ceil(math.log2(finest)))
 
 
@@ -84,10 +86,25 @@ def require_accountant(name: str) -> None:
         raise ValueError(f"`accountant` must be one of {get_args(Accountant)}, got {name!r}.")
 
 
-def _check(sampling_prob: float, num_steps: int, delta: float, accountant: str) -> None:
+def require_known(sampling: Sampling, num_steps: int, accountant: Accountant) -> None:
+    """Refuses a run that an accountant cannot account for as it is drawn."""
+    require_accountant(accountant)
+    known = sampling.accountants
+    if accountant not in known:
+        raise ValueError(
+            f"`accountant` must be one of {known} for sampling that is {sampling.describe()}, got "
+            f"{accountant!r}."
+        )
+    if "rdp" not in known and num_steps > _MOST_PLD_STEPS:
+        raise ValueError(
+            f"`num_steps` must be at most {_MOST_PLD_STEPS:,} for sampling that is "
+            f"{sampling.describe()} (beyond, only Poisson sampling can be accounted for), got "
+            f"{num_steps:,}."
+        )
+
+
+def _check(num_steps: int, delta: float, accountant: str) -> None:
     """Refuses numbers that describe no run."""
-    if not 0 < sampling_prob <= 1:
-        raise ValueError(f"`sampling_prob` must be above 0 and at most 1, got {sampling_prob}.")
     if num_steps < 0:
         raise ValueError(f"`num_steps` must be zero or more, got {num_steps}.")
     if num_steps > _MOST_STEPS:
@@ -120,12 +137,12 @@ def _without_warnings() -> Iterator[None]:
 def epsilon(
     *,
     noise_multiplier: float,
-    sampling_prob: float,
+    sampling: Sampling,
     num_steps: int,
     delta: float,
     accountant: Accountant = "pld",
 ) -> float:
-    """Epsilon of `num_steps` Poisson-sampled Gaussian releases, add-or-remove-one neighbors.
+    """Epsilon of `num_steps` Gaussian releases on samples, add-or-remove-one neighbors.
 
     Guarantees:
         An upper bound, non-decreasing in `num_steps` (up to an epsilon of 700); 0 for no steps,
@@ -133,7 +150,7 @@ def epsilon(
 
     Args:
         noise_multiplier: noise standard deviation over sensitivity.
-        sampling_prob: probability with which each example enters a step.
+        sampling: how each step draws.
         num_steps: number of releases.
         delta: the delta of the (epsilon, delta) statement.
         accountant: "pld" (which beyond 100,000 steps is the Renyi bound as well) or "rdp".
@@ -141,9 +158,7 @@ def epsilon(
     steps = (num_steps, min(num_steps, _MOST_PLD_STEPS)) if accountant == "pld" else (num_steps,)
     # Not below what the tighter accountant said of fewer steps.
     return max(
-        composed_epsilon(
-            ((noise_multiplier, sampling_prob, count),), delta=delta, accountant=accountant
-        )
+        composed_epsilon(((noise_multiplier, sampling, count),), delta=delta, accountant=accountant)
         for count in set(steps)
     )
 
@@ -156,15 +171,15 @@ def composed_epsilon(
 
     Guarantees:
         An upper bound on what all their steps together spend, if the numbers of every run are
-        fixed beforehand.
+        fixed beforehand. Infinite where no accountant knows how they are drawn.
 
     Args:
-        runs: noise multiplier, sampling probability and number of steps of each.
+        runs: noise multiplier, sampling and number of steps of each.
         delta: the delta of the (epsilon, delta) statement.
         accountant: "pld" or "rdp".
     """
-    for sigma, q, steps in runs:
-        _check(q, steps, delta, accountant)
+    for sigma, _, steps in runs:
+        _check(steps, delta, accountant)
         if not sigma >= 0:
             raise ValueError(f"`noise_multiplier` must be zero or more, got {sigma}.")
     runs = tuple(run for run in runs if run[2] > 0)
@@ -174,15 +189,26 @@ def composed_epsilon(
         return math.inf
     if sum(steps for _, _, steps in runs) > _MOST_PLD_STEPS:
         accountant = "rdp"
-    fresh = _fresh(accountant, _grid_interval(runs))
-    with _without_warnings():
-        for sigma, q, steps in runs:
-            release = dp_accounting.GaussianDpEvent(sigma)
-            event = dp_accounting.PoissonSampledDpEvent(q, release)
-            fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
-        found = float(fresh.get_epsilon(delta))
+    if not all(accountant in sampling.accountants for _, sampling, _ in runs):
+        return math.inf
+    found = _largest_epsilon(runs, delta, accountant)
     if math.isinf(found) and accountant == "pld":  # exp(epsilon) overflows
         return composed_epsilon(runs, delta=delta, accountant="rdp")
+    return found
+
+
+def _largest_epsilon(runs: tuple[Run, ...], delta: float, accountant: Accountant) -> float:
+    """Epsilon in the worst of the cases that the runs' ways of sampling name."""
+    events = [sampling.events(sigma) for sigma, sampling, _ in runs]
+    grid_interval = _grid_interval(runs)
+    found = 0.0
+    for case in range(max(map(len, events))):
+        fresh = _fresh(accountant, grid_interval)
+        with _without_warnings():
+            for cases, (_, _, steps) in zip(events, runs, strict=True):
+                event = cases[min(case, len(cases) - 1)]
+                fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
+            found = max(found, float(fresh.get_epsilon(delta)))
     return found
 
 
@@ -190,7 +216,7 @@ def composed_epsilon(
 def calibrate_noise_multiplier(
     *,
     target_epsilon: float,
-    sampling_prob: float,
+    sampling: Sampling,
     num_steps: int,
     delta: float,
     accountant: Accountant = "pld",
@@ -212,7 +238,7 @@ def calibrate_noise_multiplier(
         """Logarithm of epsilon over its target."""
         spent = epsilon(
             noise_multiplier=math.exp(log_sigma),
-            sampling_prob=sampling_prob,
+            sampling=sampling,
             num_steps=num_steps,
             delta=delta,
             accountant=accountant,

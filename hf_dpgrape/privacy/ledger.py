@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_dpgrape.privacy.accounting import Accountant, Run, composed_epsilon
+from hf_dpgrape.privacy.accounting import Run, composed_epsilon
 from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.sampling.base import Accountant
 
 
 class RunLedger:
@@ -153,8 +154,18 @@ class RunLedger:
     def runs(self) -> tuple[Run, ...]:
         """The earlier runs and this one, each with its whole plan."""
         plan = self._plan
-        run = (plan.noise_multiplier, plan.sampling_prob, plan.num_steps)
+        run = (plan.noise_multiplier, plan.sampling, plan.num_steps)
         return (*self._earlier_runs, run)
+
+    @property
+    def accountants(self) -> tuple[Accountant, ...]:
+        """Those that know how every run draws."""
+        samplings = [sampling for _, sampling, _ in self.runs]
+        return tuple(
+            name
+            for name in self._plan.sampling.accountants
+            if all(name in sampling.accountants for sampling in samplings)
+        )
 
     def steps_counted(self, num_releases: int | None = None) -> int:
         """Releases that epsilon counts now, or when there will have been `num_releases`."""

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hf_dpgrape.privacy import accounting
+from hf_dpgrape.privacy.sampling.base import Accountant, Sampling
+from hf_dpgrape.privacy.sampling.table import sampling_of
 
 Clipping = Literal["flat", "automatic"]
 
@@ -94,15 +96,16 @@ def budget_warnings(*, epsilon: float, target_delta: float, num_examples: int) -
 class PrivacyPlan:
     """Everything that the guarantee of a run depends on; every field is public information.
 
-    The mechanism: at each of `num_steps` steps every example is drawn independently with
-    probability `sampling_prob`; each drawn example's gradient is cut into clip groups, group g
-    is clipped to `l2_clip_norm * share_g` with `sum(share_g ** 2) == 1`, the results are summed,
-    and Gaussian noise of standard deviation `noise_stddev` is added to every coordinate. With a
-    `private_loss_bound` the example's loss is one of these coordinates, a clip group of its own.
+    The mechanism: at each of `num_steps` steps examples are drawn as `sampling` does, every one
+    independently with probability `sampling_prob` if nothing else is said; each drawn example's
+    gradient is cut into clip groups, group g is clipped to `l2_clip_norm * share_g` with
+    `sum(share_g ** 2) == 1`, the results are summed, and Gaussian noise of standard deviation
+    `noise_stddev` is added to every coordinate. With a `private_loss_bound` the example's loss is
+    one of these coordinates, a clip group of its own.
 
     Guarantees:
         The whole clipped vector of one example has norm at most `l2_clip_norm`, so a step is one
-        Gaussian mechanism of noise multiplier `noise_multiplier` on a Poisson sample.
+        Gaussian mechanism of noise multiplier `noise_multiplier` on a sample drawn by `sampling`.
         The run is (`epsilon(num_steps)`, `target_delta`)-DP under add-or-remove-one neighbors.
 
     Attributes:
@@ -120,6 +123,8 @@ class PrivacyPlan:
             whole clip norm, or what the loss leaves of it.
         private_loss_bound: the loss is clamped to between minus this and this, and released with
             the gradients, with the LOSS group's share; None if it is not released.
+        max_logical_batch_size: a Poisson sample with more examples is cut to a uniformly random
+            subset of that size; None for no bound.
         accountant: "pld" or "rdp".
     """
 
@@ -134,7 +139,8 @@ class PrivacyPlan:
     clip_shares: Mapping[str, float] = field(default_factory=lambda: {BODY: 1.0})
     head_only_steps: int = 0
     private_loss_bound: float | None = None
-    accountant: accounting.Accountant = "pld"
+    max_logical_batch_size: int | None = None
+    accountant: Accountant = "pld"
     neighboring_relation: str = "add_or_remove_one"
 
     def __post_init__(self) -> None:
@@ -160,7 +166,7 @@ class PrivacyPlan:
             )
         if self.clipping not in ("flat", "automatic"):
             raise ValueError(f"`clipping` must be 'flat' or 'automatic', got {self.clipping!r}.")
-        accounting.require_accountant(self.accountant)
+        accounting.require_known(self.sampling, self.num_steps, self.accountant)
         total = sum(share**2 for share in self.clip_shares.values())
         positive = all(share > 0 for share in self.clip_shares.values())
         if not (positive and abs(total - 1) <= 1e-9):  # written so that NaN is refused
@@ -217,7 +223,7 @@ class PrivacyPlan:
         plan = cls(noise_multiplier=1.0, target_epsilon=target_epsilon, **numbers)
         sigma = accounting.calibrate_noise_multiplier(
             target_epsilon=target_epsilon,
-            sampling_prob=plan.sampling_prob,
+            sampling=plan.sampling,
             num_steps=plan.num_steps,
             delta=plan.target_delta,
             accountant=plan.accountant,
@@ -228,6 +234,11 @@ class PrivacyPlan:
     def sampling_prob(self) -> float:
         """Probability with which each example enters a step."""
         return self.expected_batch_size / self.num_examples
+
+    @property
+    def sampling(self) -> Sampling:
+        """How each step draws its examples."""
+        return sampling_of({**vars(self), "sampling_prob": self.sampling_prob})
 
     @property
     def noise_stddev(self) -> float:
@@ -280,13 +291,11 @@ class PrivacyPlan:
         share = self.clip_shares[LOSS]
         return {HEAD: math.sqrt(1 - share**2), LOSS: share}
 
-    def epsilon(
-        self, steps_done: int | None = None, accountant: accounting.Accountant | None = None
-    ) -> float:
+    def epsilon(self, steps_done: int | None = None, accountant: Accountant | None = None) -> float:
         """Epsilon at `target_delta` after `steps_done` steps (default: the whole run)."""
         return accounting.epsilon(
             noise_multiplier=self.noise_multiplier,
-            sampling_prob=self.sampling_prob,
+            sampling=self.sampling,
             num_steps=self.num_steps if steps_done is None else steps_done,
             delta=self.target_delta,
             accountant=accountant or self.accountant,

@@ -9,6 +9,7 @@ bits is its own S.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from hf_dpgrape.subspace.projection import Projection
 from hf_dpgrape.subspace.rounding import round_to_bfloat16
 
-Moments = Literal["keep", "reset", "carry"]
+Moments = Literal["keep", "reset"]
 
 #: Elements of a 16-bit weight that are held in float32 at a time.
 _CHUNK_ELEMENTS = 2**22
+
+#: Names of optimizers that scale a step by the weight's norm (You et al. 2017, 2020).
+_BY_WEIGHT_NORM = re.compile("lamb(?!da)|lars", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,7 @@ class Subspace:
         projections: canonical name -> projection, for the same names.
         update_proj_gap: steps between refreshes of the projections; 0 for never.
         moments: what happens to optimizer moments of a projected tensor at a refresh: "keep" them
-            as they are (the paper), "reset" the optimizer's state, or "carry" the first moment over
-            into the new subspace.
+            as they are (the paper), or "reset" the optimizer's state.
         seed: public seed of the stochastic rounding of 16-bit weights.
     """
 
@@ -99,14 +102,11 @@ class Subspace:
             projection = tensor.projection
             if projection.side is None or projection.refresh_index == index:
                 continue
-            old = projection.matrix if self._moments == "carry" else None
             projection.refresh_(index)
             if optimizer is None or tensor.stand_in not in optimizer.state:
                 continue
             if self._moments == "reset":  # with the step count, or bias correction would misfire
                 del optimizer.state[tensor.stand_in]
-            elif old is not None:
-                _carry_(optimizer.state[tensor.stand_in], tensor, old)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes an optimizer that was built on the weights step on their stand-ins.
@@ -116,8 +116,11 @@ class Subspace:
         weight itself instead, by `lr * weight_decay` of its group (decoupled decay).
 
         Raises:
-            ValueError: the optimizer has state already, with the weights' shapes.
+            ValueError: the optimizer has state already, with the weights' shapes, or reads the
+                weights, where their stand-ins are zero.
         """
+        if not all(tensor.is_own_stand_in for tensor in self.tensors.values()):
+            _refuse_reader_of_weights(optimizer)
         if optimizer.state:
             raise ValueError(
                 "The optimizer holds state of the full weights already, from earlier steps or as "
@@ -155,6 +158,21 @@ class Subspace:
         return lift
 
 
+def _refuse_reader_of_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose step follows the norm of what it steps on, which is zero here."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    # torch's own Adafactor has no such option and always scales.
+    scales = any(group.get("scale_parameter", True) for group in optimizer.param_groups)
+    if ("Adafactor" in names and scales) or any(_BY_WEIGHT_NORM.search(name) for name in names):
+        raise ValueError(
+            f"Expected an optimizer whose step depends on gradients alone, got {names[0]}, which "
+            "scales its step by the weight's norm, but steps on stand-ins that are zero (of "
+            "projected or 16-bit weights), so it would hardly move: use transformers' Adafactor "
+            "with `scale_parameter=False`, or `optim=adamw_torch`, or `rank=0` without "
+            "`bf16_weights`."
+        )
+
+
 def _stand_in(weight: nn.Parameter, projection: Projection) -> nn.Parameter:
     """The weight itself if possible, else zeros of the projected shape in at least float32."""
     wide = weight.dtype in (torch.float32, torch.float64)
@@ -187,13 +205,3 @@ def _update_(
         wide = matrix[rows].to(update.dtype).mul_(keep)
         projection.lift_onto_(wide, update, rows)
         matrix[rows] = round_to_bfloat16(wide, generator)
-
-
-@torch.no_grad()
-def _carry_(state: dict[str, Any], tensor: SubspaceTensor, old: Tensor) -> None:
-    """Expresses first moments in the new subspace: the turn is `P_old.T @ P_new`."""
-    projection = tensor.projection
-    for key in ("exp_avg", "momentum_buffer"):
-        if isinstance(value := state.get(key), Tensor):
-            turn = (old.T @ projection.matrix).to(value.dtype)
-            value.copy_(value @ turn if projection.side == "right" else turn.T @ value)

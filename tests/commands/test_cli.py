@@ -330,3 +330,14 @@ def test_check_compares_with_one_backward_per_example(
 ) -> None:
     _, report = check(capsys, str(folder / "roberta"))
     assert report["rehearsal"].startswith("exact within ")
+
+
+def test_budget_with_a_bound_on_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = budget("--max_logical_batch_size", "120")
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    p = plan("pld", target_epsilon=2.3, max_logical_batch_size=120)
+    assert report["epsilon"] == {"pld": p.epsilon()}
+    assert report["sampling"] == p.sampling.describe()
+    assert main(words) == 0
+    assert "cut at random to at most 120 examples" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
+import hf_dpgrape.hf  # noqa: F401  # tells the rules of transformers' own layers
 from hf_dpgrape.gradients.observation import observe_layouts
 from hf_dpgrape.gradients.recorder import Recorder
 from hf_dpgrape.mechanism.tensors import make_projections, sites_or_problems

@@ -126,7 +126,7 @@ def test_accepts_what_a_plain_launch_sets(make: Any, monkeypatch: pytest.MonkeyP
         ({"private_loss_bound": float("nan")}, "`private_loss_bound` must be positive and finite"),
         ({"clipping": "ghost"}, "`clipping` must be one of .*, got 'ghost'"),
         ({"projection_scale": "1"}, "`projection_scale` must be one of .*, got '1'"),
-        ({"refresh_moments": "drop"}, "`refresh_moments` must be one of .*, got 'drop'"),
+        ({"refresh_moments": "carry"}, "`refresh_moments` must be one of .*, got 'carry'"),
         ({"accountant": "gdp"}, "`accountant` must be one of .*, got 'gdp'"),
     ],
 )

@@ -413,7 +413,7 @@ def test_resumed_run_ends_like_an_uninterrupted_one(
         "max_steps": 7,
         "optim": optim,
         "update_proj_gap": 2,
-        "refresh_moments": "carry",
+        "refresh_moments": "reset",
     }
     whole = make_trainer(**arguments)
     whole.train()
@@ -433,7 +433,7 @@ def test_resume_continues_exactly_without_randomness(
         max_steps=6,
         optim="adamw_torch",
         update_proj_gap=2,
-        refresh_moments="carry",
+        refresh_moments="reset",
     )
 
     def model() -> Any:

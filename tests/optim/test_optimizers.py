@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpgrape.optim.optimizers import AdamWBC, MuonWithAdamW, float_options, muon_scale, regroup
+from hf_dpgrape.optim.adamw_bc import AdamWBC
+from hf_dpgrape.optim.groups import regroup
+from hf_dpgrape.optim.muon import MuonWithAdamW, muon_scale
+from hf_dpgrape.optim.table import float_options
 
 
 def parameters() -> tuple[nn.Parameter, nn.Parameter]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hf_dpgrape.privacy.accounting import composed_epsilon
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import PrivacyPlan
+from hf_dpgrape.privacy.sampling.poisson import Poisson
 
 
 def make_plan(num_steps: int = 5, noise_multiplier: float = 1.0) -> PrivacyPlan:
@@ -78,10 +79,15 @@ def test_a_plan_does_not_change_after_the_first_release() -> None:
 
 def test_a_resumed_run_goes_on_counting() -> None:
     ledger = after(0)
-    ledger.resume(3, reasons=["early stopping"], earlier_runs=[(2.0, 0.1, 8)])
+    ledger.resume(
+        3, reasons=["early stopping"], earlier_runs=[(2.0, Poisson(sampling_prob=0.1), 8)]
+    )
     assert ledger.count_release() == 3
     assert (ledger.num_releases, ledger.steps_counted()) == (4, 5)
-    assert ledger.runs == ((2.0, 0.1, 8), (1.0, 0.1, 5))
+    assert ledger.runs == (
+        (2.0, Poisson(sampling_prob=0.1), 8),
+        (1.0, Poisson(sampling_prob=0.1), 5),
+    )
     ledger.count_release()
     with pytest.raises(RuntimeError, match="5 steps are done"):
         ledger.count_release()
@@ -106,7 +112,10 @@ def test_earlier_runs_count_with_their_whole_plans() -> None:
     assert (ledger.num_releases, ledger.reasons) == (0, ())
     ledger.set_plan(make_plan(3, noise_multiplier=2.0))
     ledger.begin_run()  # of a model that was never trained: nothing to add
-    assert ledger.runs == ((1.0, 0.1, 5), (2.0, 0.1, 3))
+    assert ledger.runs == (
+        (1.0, Poisson(sampling_prob=0.1), 5),
+        (2.0, Poisson(sampling_prob=0.1), 3),
+    )
     want = composed_epsilon(ledger.runs, delta=1e-5)
     assert ledger.total_epsilon("pld") == want > ledger.plan.epsilon()
 

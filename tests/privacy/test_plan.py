@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from hf_dpgrape.privacy import accounting
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan, planned_steps, steps_per_epoch
+from hf_dpgrape.privacy.sampling.base import Accountant
+from hf_dpgrape.privacy.sampling.poisson import Poisson
 
 NUMBERS: dict[str, Any] = {
     "num_examples": 701,
@@ -77,6 +79,18 @@ def plan(**changes: Any) -> PrivacyPlan:
         ),
         ({"head_only_steps": 18}, "between 0 and the 17 planned steps, got 18"),
         ({"head_only_steps": -1}, "`head_only_steps` must be between 0"),
+        (
+            {"max_logical_batch_size": 89},
+            "`max_logical_batch_size` must be at least `expected_batch_size`, .*, got 89 for a mea",
+        ),
+        (
+            {"max_logical_batch_size": 120, "accountant": "rdp"},
+            r"`accountant` must be one of \('pld',\) for sampling that is Poisson, cut.*got 'rdp'",
+        ),
+        (
+            {"max_logical_batch_size": 120, "num_steps": 100_001},
+            "`num_steps` must be at most 100,000 for sampling that is Poisson, cut.*got 100,001",
+        ),
         ({"accountant": "gdp"}, "`accountant` must be one of .*, got 'gdp'"),
         ({"neighboring_relation": "replace_one"}, "twice the sensitivity"),
     ],
@@ -98,12 +112,12 @@ def test_derived_numbers() -> None:
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_epsilon_is_that_of_its_numbers(accountant: accounting.Accountant) -> None:
+def test_epsilon_is_that_of_its_numbers(accountant: Accountant) -> None:
     p = plan(accountant=accountant)
     for steps in (0, 1, 6, 17):
         expected = accounting.epsilon(
             noise_multiplier=1.3,
-            sampling_prob=90 / 701,
+            sampling=Poisson(sampling_prob=90 / 701),
             num_steps=steps,
             delta=1e-4,
             accountant=accountant,
@@ -171,6 +185,7 @@ OTHER_VALUES: dict[str, Any] = {
     "clip_shares": {BODY: 0.8, HEAD: 0.6},
     "head_only_steps": 1,
     "private_loss_bound": 3.0,
+    "max_logical_batch_size": 120,
     "accountant": "rdp",
 }
 

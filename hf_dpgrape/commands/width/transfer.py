@@ -68,9 +68,9 @@ class TransferReport:
 
     def epsilon(self, *, trials: int, targets: int) -> float:
         """What some runs on the same data spend together, by PLD at the plan's delta."""
-        q, steps = self.plan.sampling_prob, self.plan.num_steps
-        on_proxy = (self.proxy_noise_multiplier, q, steps * trials)
-        on_target = (self.plan.noise_multiplier, q, steps * targets)
+        sampling, steps = self.plan.sampling, self.plan.num_steps
+        on_proxy = (self.proxy_noise_multiplier, sampling, steps * trials)
+        on_target = (self.plan.noise_multiplier, sampling, steps * targets)
         return composed_epsilon((on_proxy, on_target), delta=self.plan.target_delta)
 
     def proxy_arguments(self) -> dict[str, Any]:
@@ -98,6 +98,7 @@ class TransferReport:
         return arguments
 
     def _common(self) -> dict[str, Any]:
+        bound = self.plan.max_logical_batch_size
         return {
             "clipping": "automatic",
             "optim": self.request.optim,
@@ -105,6 +106,7 @@ class TransferReport:
             "expected_batch_size": self.plan.expected_batch_size,
             "max_steps": self.plan.num_steps,
             "target_delta": self.plan.target_delta,
+            **({} if bound is None else {"max_logical_batch_size": bound}),
         }
 
     def to_dict(self) -> dict[str, Any]:

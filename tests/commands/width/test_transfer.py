@@ -13,6 +13,7 @@ from hf_dpgrape import DPGrapeTrainingArguments
 from hf_dpgrape.commands.cli import main
 from hf_dpgrape.commands.presets import parse_arguments
 from hf_dpgrape.privacy.accounting import epsilon
+from hf_dpgrape.privacy.sampling.poisson import Poisson
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_both_halves(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     proxy, target = told["proxy"], told["target"]
     sigma = proxy["arguments"]["noise_multiplier"]
     assert sigma > 2 * target["noise_multiplier"]
-    setting = {"sampling_prob": 0.01, "delta": 1e-5}
+    setting = {"sampling": Poisson(sampling_prob=0.01), "delta": 1e-5}
     assert proxy["epsilon_per_trial"] == epsilon(noise_multiplier=sigma, num_steps=50, **setting)
     assert proxy["epsilon_of_trials"] == epsilon(noise_multiplier=sigma, num_steps=350, **setting)
     assert 2.9 < target["epsilon"] <= 3
