@@ -31,9 +31,10 @@ _LEAST_NOISE, _MOST_NOISE = 0.01, 2.0**20
 #: Grid points per standard deviation of one step's privacy loss, and on the whole grid.
 _POINTS_PER_STDDEV, _MAX_POINTS = 64, 2**18
 
-#: Steps beyond which the PLD accountant answers by the Renyi bound: rounding in its convolutions
-#: grows with the steps, and dp-accounting computes (points of one step) ** steps as an integer.
-_MOST_PLD_STEPS = 100_000
+#: Steps beyond which the PLD accountant composes in blocks: dp-accounting computes (points of one
+#: step) ** steps as an integer; and beyond which it answers by the Renyi bound, since rounding in
+#: convolutions grows with the steps.
+_MANY_STEPS, _MOST_PLD_STEPS = 100_000, 1_000_000
 
 #: Beyond any run; what follows stays within floating-point numbers.
 _MOST_STEPS = 10**12
@@ -136,7 +137,7 @@ def epsilon(
         sampling_prob: probability with which each example enters a step.
         num_steps: number of releases.
         delta: the delta of the (epsilon, delta) statement.
-        accountant: "pld" (which beyond 100,000 steps is the Renyi bound as well) or "rdp".
+        accountant: "pld" (beyond a million steps the Renyi bound, too) or "rdp".
     """
     steps = (num_steps, min(num_steps, _MOST_PLD_STEPS)) if accountant == "pld" else (num_steps,)
     # Not below what the tighter accountant said of fewer steps.
@@ -172,18 +173,49 @@ def composed_epsilon(
         return 0.0
     if min(sigma for sigma, _, _ in runs) < _LEAST_NOISE:
         return math.inf
-    if sum(steps for _, _, steps in runs) > _MOST_PLD_STEPS:
+    num_steps = sum(steps for _, _, steps in runs)
+    if num_steps > _MOST_PLD_STEPS:
         accountant = "rdp"
-    fresh = _fresh(accountant, _grid_interval(runs))
     with _without_warnings():
-        for sigma, q, steps in runs:
-            release = dp_accounting.GaussianDpEvent(sigma)
-            event = dp_accounting.PoissonSampledDpEvent(q, release)
-            fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
-        found = float(fresh.get_epsilon(delta))
+        if num_steps > _MANY_STEPS and accountant == "pld":
+            found = _epsilon_in_blocks(runs, delta)
+        else:
+            found = _epsilon_at_once(runs, delta, accountant)
     if math.isinf(found) and accountant == "pld":  # exp(epsilon) overflows
         return composed_epsilon(runs, delta=delta, accountant="rdp")
     return found
+
+
+def _epsilon_at_once(runs: Sequence[Run], delta: float, accountant: Accountant) -> float:
+    """Epsilon as dp-accounting's own accountants compose it."""
+    fresh = _fresh(accountant, _grid_interval(runs))
+    for sigma, q, steps in runs:
+        release = dp_accounting.GaussianDpEvent(sigma)
+        event = dp_accounting.PoissonSampledDpEvent(q, release)
+        fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
+    return float(fresh.get_epsilon(delta))
+
+
+def _epsilon_in_blocks(runs: Sequence[Run], delta: float) -> float:
+    """Epsilon by PLD of runs of many steps: a block of them first, and then the blocks.
+
+    The mass that a block may lose in its tails (it counts as an infinite loss) is shared out, so
+    that all blocks lose no more than one composition does by default, 1e-15.
+    """
+    interval = _grid_interval(runs)
+    total = pld.privacy_loss_distribution.identity(interval)
+    for sigma, q, steps in runs:
+        one = pld.privacy_loss_distribution.from_gaussian_mechanism(
+            sigma,
+            value_discretization_interval=interval,
+            sampling_prob=q,
+            neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        )
+        num_blocks, rest = divmod(steps, math.isqrt(steps))
+        block = one.self_compose(math.isqrt(steps), 1e-15 / num_blocks)
+        total = total.compose(block.self_compose(num_blocks))
+        total = total.compose(one.self_compose(rest)) if rest else total
+    return float(total.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=256)
