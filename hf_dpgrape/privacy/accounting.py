@@ -21,6 +21,7 @@ import scipy.optimize
 from dp_accounting import pld, rdp
 
 from hf_dpgrape.privacy.sampling.base import Accountant, Sampling
+from hf_dpgrape.privacy.sampling.poisson import Poisson
 
 #: Relative width at which the search for the noise multiplier stops.
 _CALIBRATION_TOLERANCE = 1e-4
@@ -31,9 +32,10 @@ _LEAST_NOISE, _MOST_NOISE = 0.01, 2.0**20
 #: Grid points per standard deviation of one step's privacy loss, and on the whole grid.
 _POINTS_PER_STDDEV, _MAX_POINTS = 64, 2**18
 
-#: Steps beyond which the PLD accountant answers by the Renyi bound: rounding in its convolutions
-#: grows with the steps, and dp-accounting computes (points of one step) ** steps as an integer.
-_MOST_PLD_STEPS = 100_000
+#: Steps beyond which the PLD accountant composes in blocks: dp-accounting computes (points of one
+#: step) ** steps as an integer; and beyond which it answers by the Renyi bound, since rounding in
+#: convolutions grows with the steps.
+_MANY_STEPS, _MOST_PLD_STEPS = 100_000, 1_000_000
 
 #: Beyond any run; what follows stays within floating-point numbers.
 _MOST_STEPS = 10**12
@@ -95,9 +97,9 @@ def require_known(sampling: Sampling, num_steps: int, accountant: Accountant) ->
             f"`accountant` must be one of {known} for sampling that is {sampling.describe()}, got "
             f"{accountant!r}."
         )
-    if "rdp" not in known and num_steps > _MOST_PLD_STEPS:
+    if "rdp" not in known and num_steps > _MANY_STEPS:
         raise ValueError(
-            f"`num_steps` must be at most {_MOST_PLD_STEPS:,} for sampling that is "
+            f"`num_steps` must be at most {_MANY_STEPS:,} for sampling that is "
             f"{sampling.describe()} (beyond, only Poisson sampling can be accounted for), got "
             f"{num_steps:,}."
         )
@@ -153,7 +155,7 @@ def epsilon(
         sampling: how each step draws.
         num_steps: number of releases.
         delta: the delta of the (epsilon, delta) statement.
-        accountant: "pld" (which beyond 100,000 steps is the Renyi bound as well) or "rdp".
+        accountant: "pld" (beyond a million steps the Renyi bound, too) or "rdp".
     """
     steps = (num_steps, min(num_steps, _MOST_PLD_STEPS)) if accountant == "pld" else (num_steps,)
     # Not below what the tighter accountant said of fewer steps.
@@ -191,25 +193,55 @@ def composed_epsilon(
         accountant = "rdp"
     if not all(accountant in sampling.accountants for _, sampling, _ in runs):
         return math.inf
-    found = _largest_epsilon(runs, delta, accountant)
+    samplings = [sampling for _, sampling, _ in runs]
+    num_steps = sum(steps for _, _, steps in runs)
+    with _without_warnings():
+        if num_steps > _MANY_STEPS and accountant == "pld":
+            if not all(isinstance(sampling, Poisson) for sampling in samplings):
+                return math.inf
+            found = _epsilon_in_blocks(runs, delta)
+        else:
+            found = _epsilon_at_once(runs, delta, accountant)
     if math.isinf(found) and accountant == "pld":  # exp(epsilon) overflows
         return composed_epsilon(runs, delta=delta, accountant="rdp")
     return found
 
 
-def _largest_epsilon(runs: tuple[Run, ...], delta: float, accountant: Accountant) -> float:
-    """Epsilon in the worst of the cases that the runs' ways of sampling name."""
+def _epsilon_at_once(runs: Sequence[Run], delta: float, accountant: Accountant) -> float:
+    """Epsilon as dp-accounting composes it, in the worst case that ways of sampling name."""
     events = [sampling.events(sigma) for sigma, sampling, _ in runs]
     grid_interval = _grid_interval(runs)
     found = 0.0
     for case in range(max(map(len, events))):
         fresh = _fresh(accountant, grid_interval)
-        with _without_warnings():
-            for cases, (_, _, steps) in zip(events, runs, strict=True):
-                event = cases[min(case, len(cases) - 1)]
-                fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
-            found = max(found, float(fresh.get_epsilon(delta)))
+        for cases, (_, _, steps) in zip(events, runs, strict=True):
+            event = cases[min(case, len(cases) - 1)]
+            fresh.compose(dp_accounting.SelfComposedDpEvent(event, steps))
+        found = max(found, float(fresh.get_epsilon(delta)))
     return found
+
+
+def _epsilon_in_blocks(runs: Sequence[Run], delta: float) -> float:
+    """Epsilon by PLD of Poisson-sampled runs of many steps: a block of them, and then the blocks.
+
+    The mass that a block may lose in its tails (it counts as an infinite loss) is shared out, so
+    that all blocks lose no more than one composition does by default, 1e-15.
+    """
+    interval = _grid_interval(runs)
+    total = pld.privacy_loss_distribution.identity(interval)
+    for sigma, sampling, steps in runs:
+        assert isinstance(sampling, Poisson)
+        one = pld.privacy_loss_distribution.from_gaussian_mechanism(
+            sigma,
+            value_discretization_interval=interval,
+            sampling_prob=sampling.sampling_prob,
+            neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        )
+        num_blocks, rest = divmod(steps, math.isqrt(steps))
+        block = one.self_compose(math.isqrt(steps), 1e-15 / num_blocks)
+        total = total.compose(block.self_compose(num_blocks))
+        total = total.compose(one.self_compose(rest)) if rest else total
+    return float(total.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,12 @@ from dp_accounting import pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dpgrape.privacy.accounting import calibrate_noise_multiplier, epsilon
+from hf_dpgrape.privacy.accounting import (
+    _epsilon_at_once,
+    _epsilon_in_blocks,
+    calibrate_noise_multiplier,
+    epsilon,
+)
 from hf_dpgrape.privacy.sampling.base import Accountant
 from hf_dpgrape.privacy.sampling.poisson import Poisson
 
@@ -136,6 +141,21 @@ def test_little_noise_takes_little_memory() -> None:
 def test_much_noise_stays_below_the_renyi_bound() -> None:
     # Here a grid of fixed width 1e-4 is wider than a whole step's loss: several times too large.
     assert spent(100.0, 1e-3, 10**5) < spent(100.0, 1e-3, 10**5, "rdp")
+
+
+def test_many_steps_in_blocks_are_as_many_at_once() -> None:
+    runs = ((1.3, Poisson(sampling_prob=0.01), 3_001), (4.0, Poisson(sampling_prob=0.2), 1_999))
+    blocks, at_once = _epsilon_in_blocks(runs, DELTA), _epsilon_at_once(runs, DELTA, "pld")
+    assert blocks == pytest.approx(at_once, rel=1e-6)
+    few = _epsilon_in_blocks((runs[0],), DELTA)
+    assert few != pytest.approx(at_once, rel=1e-2)  # the power of the comparison
+
+
+def test_epsilon_grows_where_the_way_of_counting_changes() -> None:
+    steps = [99_999, 100_000, 100_001, 999_999, 1_000_000, 1_000_001, 10**9]
+    for sigma, q in ((70.0, 0.128), (5.0, 0.001)):
+        found = [spent(sigma, q, count) for count in steps]
+        assert found == sorted(found) and math.isfinite(found[-1])
 
 
 @pytest.mark.parametrize("accountant", BOTH)
