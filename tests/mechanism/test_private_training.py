@@ -296,7 +296,7 @@ def test_other_generators_are_refused() -> None:
         inputs["x"] *= draws.random() < 0.5
         return inputs
 
-    with pytest.raises(ValueError, match="got `data_collator.draws`, a Generator of its own"):
+    with pytest.raises(ValueError, match=r"got `data_collator\.draws`, a Generator of its own"):
         make_training(collate=masking)
 
 
