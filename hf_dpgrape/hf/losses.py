@@ -21,11 +21,8 @@ from hf_dpgrape.hf.row_by_row import RowByRow
 from hf_dpgrape.mechanism.synthetic import IGNORED
 
 #: Tasks whose labels are tokens.
-_TOKEN_TASKS = (
-    "text-generation",
-    "fill-mask",
-    "text2text-generation",
-    "automatic-speech-recognition",
+_TOKEN_TASKS = frozenset(
+    {"text-generation", "fill-mask", "text2text-generation", "automatic-speech-recognition"}
 )
 
 Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
@@ -338,41 +335,6 @@ class PerSampleLoss:
                 return math.inf
             worst = max(worst, abs(found - own) / max(abs(own), 1e-3))
         return worst if math.isfinite(worst) else math.inf
-
-
-class TrainersLosses:
-    """A Trainer's per-sample losses: under its precision, on the inputs that it prepares.
-
-    Args:
-        own: the losses.
-        precision: what the Trainer computes a loss in.
-        prepare: what the Trainer does to the inputs of a batch.
-    """
-
-    def __init__(
-        self,
-        own: PerSampleLoss,
-        precision: Callable[[], AbstractContextManager[Any]],
-        prepare: Callable[[dict[str, Any]], Mapping[str, Any]],
-    ) -> None:
-        self._own = own
-        self._precision = precision
-        self._prepare = prepare
-
-    @property
-    def labels_are_tokens(self) -> bool:
-        """As `PerSampleLoss`."""
-        return self._own.labels_are_tokens
-
-    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """One loss per sample (B,)."""
-        with self._precision():
-            return self._own(model, self._prepare(dict(inputs)))
-
-    def settle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
-        """Why the losses are not the model's own of this synthetic example; nothing if so."""
-        with self._precision():
-            return self._own.settle(model, self._prepare(dict(inputs)))
 
 
 def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from hf_dpgrape.artifacts.record import read_record, run_from_dict
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.privacy.accounting import Run
 from hf_dpgrape.privacy.ledger import RunLedger
@@ -24,129 +22,108 @@ from hf_dpgrape.privacy.plan import PrivacyPlan
 _ADVICE = "Restore these arguments, or start a new run (whose epsilon adds to what was spent)."
 
 
-class ResumingMixin(TrainerPart):
-    """The part of a private Trainer that continues a run.
+def resumed(
+    ledger: RunLedger,
+    checkpoint: str,
+    plan: PrivacyPlan,
+    projection: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """Continues the run of a checkpoint that was made in the same way.
 
     Guarantees:
         A run is continued under its own plan, and in the trainer that made it never from before
         a step that was taken. What its record says of the part before stays on the record.
         Everything that the optimizer's state depends on is what it was, or nothing is loaded.
+
+    Args:
+        ledger: of the trainer; it goes on where the record ends.
+        checkpoint: folder of the checkpoint.
+        plan: of the run that is to continue.
+        projection: what `projection_arguments` returns.
+        optimizer: what `optimizer_record` returns.
+
+    Returns:
+        The record of the checkpoint.
+
+    Raises:
+        ValueError: there is no record, or files are missing, something was changed since, or steps
+            would be repeated.
     """
+    recorded = read_record(checkpoint)
+    refuse_changes(recorded, plan, projection, optimizer)
+    done = recorded["steps_done"]
+    _refuse_incomplete(Path(checkpoint), done)
+    ledger.set_plan(plan)
+    ledger.resume(done, reasons=_reasons(recorded), earlier_runs=_earlier_runs(recorded))
+    return recorded
 
-    args: DPGrapeTrainingArguments
-    model: Any
-    _make_plan: Any
-    _head: Any
-    _ledger: RunLedger | None
-    _given_optimizer: str | None
-    private_training: PrivateTraining | None
-    _told_ledger: Any
-    _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
 
-    def _refuse_repetition(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Refuses to train a trained model as if it were new, and to reuse an optimizer."""
-        done = 0 if self._ledger is None else self._ledger.num_releases
-        if done and self.model_init is None and not resume_from_checkpoint:
-            raise ValueError(
-                f"This trainer has already spent epsilon={self._told_ledger().epsilon():.4g} in "
-                f"{done} steps; a second `train()` would spend more. Resume from a checkpoint with "
-                "`resume_from_checkpoint`, or make a new trainer and add up what both spend."
-            )
-        was_passed = self._given_optimizer is not None and self.optimizer_cls_and_kwargs is None
-        if self.private_training is not None and was_passed:
-            raise ValueError(
-                "The optimizer that was passed belongs to the run before; resume with a new "
-                "trainer and a new optimizer."
-            )
+def already_spent(ledger: RunLedger) -> ValueError:
+    """Why a trained model is not trained as if it were new."""
+    return ValueError(
+        f"This trainer has already spent epsilon={ledger.epsilon():.4g} in "
+        f"{ledger.num_releases} steps; a second `train()` would spend more. Resume from a "
+        "checkpoint with `resume_from_checkpoint`, or make a new trainer and add up what both "
+        "spend."
+    )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads the weights of a checkpoint that was made in the same way.
 
-        Raises:
-            ValueError: there is no record, or files are missing, something was changed since, or
-                steps would be repeated.
-        """
-        recorded = read_record(resume_from_checkpoint)
-        plan: PrivacyPlan = self._make_plan()
-        refuse_changes(recorded, plan, self._projection_arguments(plan), self._optimizer_record())
-        done = recorded["steps_done"]
-        _refuse_incomplete(Path(resume_from_checkpoint), done)
-        assert self._ledger is not None
-        self._ledger.set_plan(plan)
-        self._ledger.resume(done, reasons=_reasons(recorded), earlier_runs=_earlier_runs(recorded))
-        self._recorded = recorded
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+def refuse_other_groups(recorded: Mapping[str, Any], training: PrivateTraining) -> None:
+    """Refuses an optimizer to whose tensors torch would give the moments of others."""
+    if recorded["optimizer"]["groups"] != groups_of(training):
+        raise ValueError(
+            "The optimizer's groups hold other tensors than those of the checkpoint, whose "
+            "state would reach the wrong ones: keep `head_learning_rate`, "
+            "`muon_learning_rate`, `weight_decay` and the optimizer that is passed as they "
+            "were."
+        )
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the optimizer's state, if its groups hold the tensors that they held.
 
-        Raises:
-            ValueError: torch would give a tensor the moments of another.
-        """
-        if checkpoint is not None and self._recorded["optimizer"]["groups"] != self._groups():
-            raise ValueError(
-                "The optimizer's groups hold other tensors than those of the checkpoint, whose "
-                "state would reach the wrong ones: keep `head_learning_rate`, "
-                "`muon_learning_rate`, `weight_decay` and the optimizer that is passed as they "
-                "were."
-            )
-        super()._load_optimizer_and_scheduler(checkpoint)
+# ---- What the optimizer's state depends on -------------------------------------------------
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model, to which nothing that was taken or loaded before belongs."""
-        self._recorded = {}
-        if getattr(self, "_ledger", None) is not None:  # none yet in the Trainer's constructor
-            assert self._ledger is not None
-            self._ledger.begin_run()
-        return super().call_model_init(trial)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
-        os.makedirs(output_dir, exist_ok=True)
+def projection_arguments(args: DPGrapeTrainingArguments, plan: PrivacyPlan) -> dict[str, Any]:
+    """The arguments that determine every projection of a run."""
+    return {
+        "rank": args.rank,
+        "scale": args.projection_scale,
+        "update_proj_gap": args.refresh_gap(plan.num_steps),
+        "seed": args.seed,
+    }
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads nothing: a resumed run draws fresh secret randomness."""
 
-    # ---- What the optimizer's state depends on ---------------------------------------------
+def optimizer_record(
+    args: DPGrapeTrainingArguments, model: nn.Module, head: frozenset[str], given: str | None
+) -> dict[str, Any]:
+    """What the optimizer's state depends on beside the projections, before it exists.
 
-    def _projection_arguments(self, plan: PrivacyPlan) -> dict[str, Any]:
-        """The arguments that determine every projection of a run."""
-        return {
-            "rank": self.args.rank,
-            "scale": self.args.projection_scale,
-            "update_proj_gap": self.args.refresh_gap(plan.num_steps),
-            "seed": self.args.seed,
-        }
+    Args:
+        args: the arguments.
+        model: whose tensors are trained.
+        head: names of the head's tensors.
+        given: class of the optimizer that the user passed, if any.
+    """
+    tensors = [
+        (name, list(p.shape), str(p.dtype))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+    return {
+        "optim": given or args.optim_name,
+        "refresh_moments": args.refresh_moments,
+        "optim_target_modules": args.optim_target_modules,
+        "clip_grouping": args.clip_grouping,
+        "trainable_tensors": f"{len(tensors)} of sha256 {_digest(tensors)}",
+        "head_tensors": sorted(head),
+    }
 
-    def _name_of_given_optimizer(self) -> str | None:
-        """Class of the optimizer that the user passed, or whose class was passed."""
-        if self.optimizer is not None:
-            return type(self.optimizer).__name__
-        return self.optimizer_cls_and_kwargs and self.optimizer_cls_and_kwargs[0].__name__
 
-    def _optimizer_record(self) -> dict[str, Any]:
-        """What the optimizer's state depends on beside the projections, before it exists."""
-        tensors = [
-            (name, list(p.shape), str(p.dtype))
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        ]
-        return {
-            "optim": self._given_optimizer or self.args.optim_name,
-            "refresh_moments": self.args.refresh_moments,
-            "optim_target_modules": self.args.optim_target_modules,
-            "clip_grouping": self.args.clip_grouping,
-            "trainable_tensors": f"{len(tensors)} of sha256 {_digest(tensors)}",
-            "head_tensors": sorted(self._head()),
-        }
-
-    def _groups(self) -> str:
-        """Which tensors the optimizer's groups hold, in their order."""
-        training = self.private_training
-        assert training is not None
-        names = {id(t.stand_in): name for name, t in training.subspace.tensors.items()}
-        groups = [[names[id(p)] for p in g["params"]] for g in training.optimizer.param_groups]
-        return f"{len(groups)} of sha256 {_digest(groups)}"
+def groups_of(training: PrivateTraining) -> str:
+    """Which tensors the optimizer's groups hold, in their order."""
+    names = {id(t.stand_in): name for name, t in training.subspace.tensors.items()}
+    groups = [[names[id(p)] for p in g["params"]] for g in training.optimizer.param_groups]
+    return f"{len(groups)} of sha256 {_digest(groups)}"
 
 
 def refuse_changes(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput, has_length
+from transformers.trainer_utils import TrainOutput
 
 from hf_dpgrape.artifacts.record import (
     FIXED,
@@ -23,31 +25,39 @@ from hf_dpgrape.artifacts.record import (
 )
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.callbacks import show_epsilon
-from hf_dpgrape.hf.choices import TellsEndsOfEpochs, TuningMixin
-from hf_dpgrape.hf.disclosure import LoggingMixin
+from hf_dpgrape.hf.choices import Choices, TellsEndsOfEpochs, search_backend
+from hf_dpgrape.hf.disclosure import Disclosure, evaluation_loss
 from hf_dpgrape.hf.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.input_limits import longest_input
-from hf_dpgrape.hf.losses import PerSampleLoss, TrainersLosses, head_of, labels_are_tokens
-from hf_dpgrape.hf.publishing import PublishingMixin
+from hf_dpgrape.hf.losses import PerSampleLoss, head_of, labels_are_tokens
+from hf_dpgrape.hf.planning import clip_groups, head_tensors, length_of
+from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.rates import own_optimizer, set_rates
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
-from hf_dpgrape.hf.resuming import ResumingMixin
+from hf_dpgrape.hf.resuming import (
+    already_spent,
+    groups_of,
+    optimizer_record,
+    projection_arguments,
+    refuse_other_groups,
+    resumed,
+)
 from hf_dpgrape.hf.trainer_part import TrainerPart
+from hf_dpgrape.hf.trainers_losses import TrainersLosses
 from hf_dpgrape.mechanism.checks import checked_sites
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
-from hf_dpgrape.mechanism.tensors import matching, newly_initialized
 from hf_dpgrape.privacy.ledger import RunLedger
-from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
+from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
 
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, TrainerPart):
+class DPGrapeMixin(TrainerPart):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -73,6 +83,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
     plan: PrivacyPlan | None = None
     private_training: PrivateTraining | None = None
     _ledger: RunLedger | None = None
+    _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
+    _rates_were_set = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,17 +98,21 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 "`args` must be DPGrapeTrainingArguments (they hold the privacy budget), got "
                 f"{type(self.args).__name__}."
             )
-        self._know_training_sets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        self._publisher = Publisher(self)
+        self._disclosure = Disclosure(self, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         fixed = self.args.unsafe_test_seed
         self._source = SecretSource(
             # Processes must not share coins or dropout masks, in tests neither.
             unsafe_seed=None if fixed is None else fixed + self.args.process_index
         )
         self._width_transfer: WidthTransfer | None = None
-        self._private_losses: list[float] = []  # those since the last log
         if not self.args.log_non_private_metrics:  # memory tells how many examples were drawn
             self._memory_tracker.skip_memory_metrics = True
-        self._given_optimizer = self._name_of_given_optimizer()
+        self._given_optimizer: str | None = None
+        if self.optimizer is not None:
+            self._given_optimizer = type(self.optimizer).__name__
+        elif self.optimizer_cls_and_kwargs is not None:
+            self._given_optimizer = self.optimizer_cls_and_kwargs[0].__name__
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
         show_epsilon(self, lambda step: self._told_ledger().epsilon(step))
@@ -108,20 +124,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
 
     def _make_plan(self) -> PrivacyPlan:
         """Checks model and data, and derives the plan from the arguments."""
-        if isinstance(self.train_dataset, dict):
-            raise ValueError(
-                "`train_dataset` must be one data set, got a dictionary of "
-                f"{len(self.train_dataset)} splits; pass the one to train on, as "
-                '`train_dataset["train"]`.'
-            )
-        if isinstance(self.train_dataset, torch.utils.data.IterableDataset) or not has_length(
-            self.train_dataset
-        ):
-            raise ValueError(
-                "`train_dataset` must have a length and indexed access, got "
-                f"{type(self.train_dataset).__name__}: Poisson sampling draws each example with a "
-                "known probability. Load it as a map-style dataset."
-            )
+        num_examples = length_of(self.train_dataset)
         checked_sites(self.model)
         PerSampleLoss(head_of(self.model), self.compute_loss_func)
         if self.args.dpmup_base_model is not None:
@@ -130,7 +133,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         width = self._width_transfer
         own = set() if self.args.head_clip_share is None else {HEAD}
         self.plan = self.args.make_plan(
-            len(self.train_dataset),
+            num_examples,
             has_head=bool(self._head()),
             layers=sorted(set(self._clip_groups().values()) - own),
             clip_shares=None if width is None else width.rules.clip_shares,
@@ -150,28 +153,11 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
 
     def _clip_groups(self) -> dict[str, str]:
         """The clip group of every trainable tensor: the head's own, and the body's one or many."""
-        if self._width_transfer is not None:
-            return self._width_transfer.clip_groups
-        head = self._head() if self.args.head_clip_share is not None else frozenset()
-        per_layer = self.args.clip_grouping == "layer"
-        return {
-            name: HEAD if name in head else name.rpartition(".")[0] if per_layer else BODY
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        }
+        return clip_groups(self.args, self.model, self._head(), self._width_transfer)
 
     def _head(self) -> frozenset[str]:
         """Canonical names of the head's tensors."""
-        if self.args.head_modules is None:
-            return newly_initialized(self.model)
-        names = [n for n, p in self.model.named_parameters() if p.requires_grad]
-        head = matching(names, self.args.head_modules)
-        if not head:
-            raise ValueError(
-                f"`head_modules`={self.args.head_modules} matches no trainable tensor; the last "
-                f"ones are {names[-3:]}."
-            )
-        return head
+        return head_tensors(self.model, self.args.head_modules)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Keeps accelerate from wrapping the model in DistributedDataParallel.
@@ -250,8 +236,11 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             ledger=self._ledger,
             synthetic=self.synthetic_examples,
         )
-        self._projection_facts = self._projection_arguments(plan)
-        self._optimizer_facts = {**self._optimizer_record(), "groups": self._groups()}
+        self._projection_facts = projection_arguments(self.args, plan)
+        self._optimizer_facts = {
+            **optimizer_record(self.args, self.model, head, self._given_optimizer),
+            "groups": groups_of(self.private_training),
+        }
         return self.optimizer  # type: ignore[no-any-return]
 
     def synthetic_examples(self, structure: Mapping[str, Any]) -> SyntheticExamples:
@@ -273,12 +262,17 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         Raises:
             ValueError: this trainer has trained already, or a resumed run changes the plan.
         """
-        self._refuse_repetition(resume_from_checkpoint)
+        has_begun = self._ledger is not None and self._ledger.num_releases > 0
+        if has_begun and self.model_init is None and not resume_from_checkpoint:
+            raise already_spent(self._told_ledger())
         if self.private_training is not None:  # the optimizer belongs to the run before
+            self._refuse_the_given_optimizer()
             self.optimizer, self.lr_scheduler = None, None
-        self._refuse_choices_by_training_set()
-        self._begin_run()
-        self._private_losses = []
+        is_search = self.hp_search_backend is not None
+        self._disclosure.refuse_choices_by_training_set(is_search=is_search)
+        self.control.should_training_stop = self.control.should_epoch_stop = False
+        self._choices().warn_of_validation()
+        self._disclosure.begin_run()
         try:
             output: TrainOutput = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # whoever interrupts a run may have seen its results
@@ -303,8 +297,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         """One private step on a logical batch; the loss it returns is 0 unless asked for."""
         assert self.private_training is not None
         loss = self.private_training.take_gradient(inputs)
-        if loss.private_mean is not None:
-            self._private_losses.append(float(loss.private_mean))
+        self._disclosure.add_private_loss(loss.private_mean)
         raw_sum = loss.raw_sum if self.args.log_non_private_metrics else torch.zeros(())
         expected = self.private_training.ledger.plan.expected_batch_size
         return (raw_sum / expected).to(self.args.device)
@@ -327,6 +320,168 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         """None: a count over the batch must not reach any sample's loss."""
         return None
 
+    # ---- Logs and evaluation ---------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs epsilon spent so far, and no raw loss unless it was asked for."""
+        self._disclosure.filter_(logs, None if self._ledger is None else self._told_ledger)
+        super().log(logs, start_time)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; metrics on the training set are returned, but not logged."""
+        if isinstance(eval_dataset, dict):  # one by one, before a trainer prepares them
+            metrics: dict[str, float] = {}
+            for name, data in eval_dataset.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                metrics.update(self.evaluate(data, ignore_keys, prefix, **kwargs))
+            return metrics
+        with self._disclosure.evaluation():
+            if not isinstance(eval_dataset, str):
+                self._disclosure.begin_evaluation(eval_dataset)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of an evaluation: with `compute_loss_func`, the mean of the examples' own."""
+        if not callable(self.compute_loss_func):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        own = PerSampleLoss(head_of(self.model), self.compute_loss_func)
+        loss, outputs = evaluation_loss(own, model, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.predict`; callbacks see no metrics on the training set."""
+        with self._disclosure.evaluation():
+            self._disclosure.begin_evaluation(test_dataset)
+            return super().predict(test_dataset, *args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """As the Trainer's; here an evaluation tells on which data it is."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        by_name: Any = self.eval_dataset
+        self._disclosure.begin_evaluation(by_name[data] if isinstance(data, str) else data)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """As the Trainer's; here a prediction tells on which data it is."""
+        self._disclosure.begin_evaluation(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    # ---- Several runs, and continued ones --------------------------------------------------
+
+    def _choices(self) -> Choices:
+        """What results decide about at this moment."""
+        return Choices(
+            self.args,
+            self.callback_handler.callbacks,
+            is_search=self.hp_search_backend is not None,
+            ledger=self._ledger,
+        )
+
+    def _told_ledger(self) -> RunLedger:
+        """The ledger, told what the Trainer knows at this moment."""
+        return self._choices().tell(self.control)
+
+    def _refuse_the_given_optimizer(self) -> None:
+        """Refuses to use an optimizer that was passed for another run."""
+        if self._given_optimizer is not None and self.optimizer_cls_and_kwargs is None:
+            raise ValueError(
+                "The optimizer that was passed belongs to the run before; resume with a new "
+                "trainer and a new optimizer."
+            )
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: Any = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `Trainer.hyperparameter_search`; says what all trials spend together.
+
+        Every trial is a private run with an epsilon of its own. The total holds if the number of
+        trials, and their noise, sampling and steps, do not depend on results.
+        """
+        chosen = search_backend(backend, kwargs.get("n_jobs", 1))
+        best = super().hyperparameter_search(
+            hp_space, compute_objective, n_trials, direction, chosen, hp_name, **kwargs
+        )
+        self._choices().warn_of_total()
+        return best
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Checks the arguments again, which a trial or the user may have changed since."""
+        super()._hp_search_setup(trial)
+        self.args.check()
+        if self.args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "`gradient_accumulation_steps` must not be changed after the arguments were made, "
+                f"got {self.args.gradient_accumulation_steps}; change `expected_batch_size`."
+            )
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model in the precision that is asked for, to which nothing before belongs."""
+        self._recorded = {}
+        if self._ledger is not None:
+            self._ledger.begin_run()
+        model = super().call_model_init(trial)
+        return model.to(torch.bfloat16) if self.args.bf16_weights else model
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The Trainer's schedule, or that of `optimizers` if it fits.
+
+        Raises:
+            ValueError: the given schedule was made before the learning rates were set.
+        """
+        if self.lr_scheduler is not None and self._rates_were_set:
+            raise ValueError(
+                "The schedule in `optimizers` was made before `head_learning_rate`, Muon or DP-muP "
+                "gave tensors rates of their own; pass `optimizers=(optimizer, None)` with "
+                "`lr_scheduler_type`, or override `create_scheduler`, which is called later."
+            )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads the weights of a checkpoint, whose run goes on."""
+        plan = self._make_plan()
+        assert self._ledger is not None
+        self._recorded = resumed(
+            self._ledger,
+            resume_from_checkpoint,
+            plan,
+            projection_arguments(self.args, plan),
+            optimizer_record(self.args, self.model, self._head(), self._given_optimizer),
+        )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the optimizer's state, if its groups hold the tensors that they held."""
+        if checkpoint is not None:
+            assert self.private_training is not None
+            refuse_other_groups(self._recorded, self.private_training)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
+        os.makedirs(output_dir, exist_ok=True)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads nothing: a resumed run draws fresh secret randomness."""
+
     # ---- Files ----------------------------------------------------------------------------
 
     def privacy_record(self) -> dict[str, Any]:
@@ -345,8 +500,8 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             counted_because=ledger.reasons,
             optimizer=self._optimizer_facts,
             example_unit=self.args.example_unit,
-            tuning=self.tuning_record(),
-            raw_metrics_were_logged=self._raw_metrics_were_logged
+            tuning=self._choices().record(),
+            raw_metrics_were_logged=self._disclosure.raw_metrics_were_logged
             or self.args.log_non_private_metrics,
             dpmup=None
             if self._width_transfer is None
@@ -356,9 +511,70 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
+        self._publisher.before_saving(output_dir)
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self.private_training is not None:
-            write_record(self._folder(output_dir), self.privacy_record())
+            write_record(self._publisher.folder(output_dir), self.privacy_record())
+
+    def create_model_card(  # type: ignore[override]
+        self,
+        language: Any = None,
+        license: str | None = None,
+        tags: Any = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the privacy card as `README.md` into the output folder.
+
+        Takes the Trainer's arguments; those about the training data set's name are not used, as
+        the card tells nothing about private data that is not in the privacy record.
+        """
+        if not self.is_world_process_zero():
+            return
+        if self.private_training is None:
+            raise ValueError("The card describes a trained model; call `train()` first.")
+        self._publisher.write_card(
+            self.privacy_record(),
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+        )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Uploads the model, its processing class, `privacy.json` and the card to the Hub.
+
+        Takes what `Trainer.push_to_hub` takes, and returns what it returns: a `CommitInfo`, or a
+        future of one unless `blocking`; None on other processes than the first.
+        """
+        if self.private_training is None:
+            raise ValueError("A push needs a privacy record; call `train()` first.")
+        return self._publisher.push(
+            commit_message,
+            blocking=blocking,
+            token=token,
+            revision=revision,
+            private=private,
+            **kwargs,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Pushes what is known to be covered of a checkpoint that was just saved."""
+        self._publisher.push_checkpoint(checkpoint_folder)
+
+    def published_files(self, folder: str | Path) -> list[str]:
+        """Names of the files of a folder that may be pushed, the card apart."""
+        return self._publisher.published_files(folder)
 
 
 class DPGrapeTrainer(DPGrapeMixin, Trainer):
