@@ -7,6 +7,7 @@ inside the sample, by its own number of labels, and never by anything of its nei
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -182,8 +183,17 @@ def head_of(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model
 
 
+def _takes_labels(head: nn.Module) -> bool:
+    """Whether a head's forward has an argument for labels, under some name."""
+    names = inspect.signature(head.forward).parameters
+    return any("label" in name or name in _LABELS for name in names)
+
+
 class PerSampleLoss:
     """Runs a model on a batch and returns one loss per sample.
+
+    Where no loss of ours is the head's, it can be the model's own, `model(**example).loss`. That
+    may look across a batch, so the batch must then be one example.
 
     Guarantees:
         A `compute_loss_func` is given one sample at a time (see `RowByRow`).
@@ -194,7 +204,8 @@ class PerSampleLoss:
             head's.
 
     Raises:
-        ValueError: neither is there a `compute_loss_func` nor a per-sample loss for the head.
+        ValueError: there is neither a `compute_loss_func`, nor a loss for the head, nor one of the
+            model's own.
     """
 
     def __init__(
@@ -203,14 +214,30 @@ class PerSampleLoss:
         # TRL puts a string in its place for some releases of transformers.
         self._by_row = RowByRow(compute_loss_func) if callable(compute_loss_func) else None
         loss = loss_of(head)
-        if loss is None and self._by_row is None:
+        self._is_own = loss is None and self._by_row is None
+        if self._is_own and not _takes_labels(head):
             raise ValueError(
-                f"`{type(head).__name__}` has no per-sample loss of ours; pass "
-                "`compute_loss_func=f` with f(outputs, labels) returning the loss of the one "
-                "sample that it is given."
+                f"`{type(head).__name__}` has no loss of one example (its forward takes no "
+                "labels); pass `compute_loss_func=f` with f(outputs, labels) returning the loss of "
+                "the one sample that it is given."
             )
         self._loss = loss
         self._head: Any = head
+
+    @property
+    def why_single(self) -> str:
+        """Why only one example at a time has a loss; empty if batches have one per sample."""
+        if not self._is_own:
+            return ""
+        return (
+            f"the loss of `{type(self._head).__name__}` is known for one example at a time only; "
+            'set `capture="single"`, or pass `compute_loss_func=f` with f(outputs, labels) '
+            "returning the loss of the one sample that it is given"
+        )
+
+    def take_own_(self) -> None:
+        """From now on the loss is the model's own, of one example at a time."""
+        self._is_own = self._by_row is None
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """One loss per sample (B,) of this batch."""
@@ -218,6 +245,8 @@ class PerSampleLoss:
 
     def with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """One loss per sample (B,) of this batch, and what the model returned."""
+        if self._is_own:
+            return self._own_of_one(model, inputs)
         if self._by_row is None:
             return self._by_task(self._loss, model, inputs)
         features, labels = _parted(inputs)
@@ -225,6 +254,25 @@ class PerSampleLoss:
         one = list(labels) == ["labels"]
         target = labels["labels"] if one else labels or None
         return self._by_row(outputs, target, _num_rows({**labels, **features})), outputs
+
+    def _own_of_one(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """The model's own loss of one example, (1,)."""
+        rows = {len(inputs[k]) for k in ("labels", "input_ids") if _has_rows(inputs.get(k))}
+        if rows - {1}:
+            raise ValueError(
+                "Expected one example, whose loss is the model's own, got a batch of several; set "
+                '`capture="single"`.'
+            )
+        with _named_outputs(self._head.config), _kept_problem_type(self._head.config):
+            outputs = model(**inputs)
+        loss = getattr(outputs, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                f"Expected `{type(self._head).__name__}` to return a `loss` of one number for one "
+                "example, got none or several; name the columns that its forward takes, or pass "
+                "`compute_loss_func`."
+            )
+        return loss.reshape(1), outputs
 
     def _by_task(
         self, loss: Loss | None, model: nn.Module, inputs: Mapping[str, Any]
@@ -270,6 +318,8 @@ class PerSampleLoss:
         """
         if self._by_row is not None:
             return ""
+        if self._is_own:
+            return self.why_single
         name = type(self._head).__name__
         if getattr(self._head.config, "output_router_logits", False):
             return (
@@ -298,15 +348,11 @@ class PerSampleLoss:
     def _own_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> float:
         """The model's own loss of one example; NaN if it has none."""
         config = self._head.config
-        problem_type = getattr(config, "problem_type", None)
         try:
-            with _same_draws(model), _named_outputs(config):
+            with _same_draws(model), _named_outputs(config), _kept_problem_type(config):
                 loss = getattr(model(**inputs), "loss", None)
         except Exception:  # whatever it is, nothing can be compared
             return math.nan
-        finally:
-            if getattr(config, "problem_type", None) != problem_type:
-                config.problem_type = problem_type  # models note down what labels they saw
         return math.nan if loss is None else float(loss.mean())
 
     def _deviation(
@@ -342,6 +388,22 @@ def _named_outputs(config: Any) -> Iterator[None]:
         yield
     finally:
         config.return_dict = wanted
+
+
+@contextmanager
+def _kept_problem_type(config: Any) -> Iterator[None]:
+    """Forgets what a model notes down of the labels that it saw first."""
+    problem_type = getattr(config, "problem_type", None)
+    try:
+        yield
+    finally:
+        if getattr(config, "problem_type", None) != problem_type:
+            config.problem_type = problem_type
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value is a tensor, or a list, of one row per sample."""
+    return (isinstance(value, Tensor) and value.ndim > 0) or isinstance(value, list)
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:

@@ -233,8 +233,8 @@ def refuse_compiled(model: nn.Module) -> None:
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
             raise ValueError(
                 f"Expected a model that is not compiled, got `{name or type(model).__name__}` "
-                "compiled: the hooks that take per-sample gradients need eager mode; pass the "
-                "model as it was before `compile`."
+                "compiled: the hooks that take per-sample gradients of whole batches need eager "
+                'mode; pass the model as it was before `compile`, or set `capture="single"`.'
             )
 
 

@@ -15,10 +15,9 @@ from transformers.trainer_utils import TrainOutput, has_length
 
 from hf_dpgrape.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.callbacks import show_epsilon
-from hf_dpgrape.capture.capture import Recorder
-from hf_dpgrape.capture.rehearsal import Rehearser
+from hf_dpgrape.capture.recording import BATCHED, Records
 from hf_dpgrape.collation import warn_of_exact_lengths
-from hf_dpgrape.data import LogicalBatches
+from hf_dpgrape.data import LogicalBatches, why_alone
 from hf_dpgrape.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.engine.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.engine.tensors import (
@@ -32,7 +31,7 @@ from hf_dpgrape.input_limits import longest_input
 from hf_dpgrape.logs import LoggingMixin
 from hf_dpgrape.losses import PerSampleLoss, head_of
 from hf_dpgrape.own_generators import refuse_own_generators
-from hf_dpgrape.preflight import LayoutsByShape, checked_sites, rehearsed
+from hf_dpgrape.preflight import Preflight, checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, secret_global_randomness
@@ -46,7 +45,7 @@ from hf_dpgrape.record import (
     with_earlier_part,
     write_record,
 )
-from hf_dpgrape.refusals import refuse_bypasses, refuse_compiled, refuse_other_order
+from hf_dpgrape.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.resuming import ResumingMixin
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
@@ -131,14 +130,16 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 f"{type(self.train_dataset).__name__}: Poisson sampling draws each example with a "
                 "known probability. Load it as a map-style dataset."
             )
-        refuse_compiled(self.model)
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
                 "Expected a model with trainable tensors, got one that is frozen as a whole; set "
                 "`requires_grad_(True)` on those to train."
             )
-        checked_sites(self.model)
-        PerSampleLoss(head_of(self.model), self.compute_loss_func)
+        loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
+        if self.args.capture == BATCHED:
+            checked_sites(self.model)
+            refuse(self.model, {"": loss.why_single} if loss.why_single else {})
+        refuse_in_any_capture(self.model)
         if self.args.dpmup_base_model is not None:
             proxy = self.dpmup_proxy(self.args.dpmup_base_model)
             self._width_transfer = resolve(self.args, self.model, proxy, self._head())
@@ -207,8 +208,9 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
         self._ledger.set_plan(plan)
         if self.args.length_grid and getattr(self.model, "main_input_name", "") == "input_ids":
             warn_of_exact_lengths(self.data_collator)
+        self._batches = self._logical_batches()
         return DataLoader(
-            self._logical_batches(),
+            self._batches,
             batch_size=None,
             sampler=PoissonSampler(
                 num_examples=plan.num_examples,
@@ -287,19 +289,29 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
                 distributed.broadcast(parameter.data, src=0)
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _recorder(self, projections: Mapping[str, Projection]) -> Recorder:
+    def _recorder(self, projections: Mapping[str, Projection]) -> Records:
         """Takes per-sample gradients; the model was rehearsed on synthetic examples before.
 
         Raises:
             ValueError: the rehearsal found what cannot be trained privately.
         """
-        structure = self._logical_batches()[[0]][0].inputs
-        examples = self.synthetic_examples(structure)
-        sites = checked_sites(self.model)
-        rehearser = Rehearser(self.model, sites, projections, self._per_sample_loss_of)
-        found = rehearsed(self.model, rehearser, examples, self._settle_loss)
-        layouts = LayoutsByShape(rehearser, found.layouts, examples)
-        return Recorder(self.model, found.sites, projections, layouts)
+        structure = self._logical_batches().one_by_one()[[0]][0].inputs
+        preflight = Preflight(
+            model=self.model,
+            projections=projections,
+            examples=self.synthetic_examples(structure),
+            losses=self._per_sample_loss_of,
+            settle=self._settle_loss,
+            take_own_loss_=self._per_sample_loss.take_own_,
+        )
+        recorder, is_single = preflight.recorder(
+            self.args.capture,
+            physical_batch_size=self.args.per_device_train_batch_size,
+            why_alone=why_alone(structure),
+        )
+        if is_single:
+            self._batches.one_by_one()
+        return recorder
 
     def _settle_loss(self, inputs: Mapping[str, Any]) -> str:
         """Why no per-sample loss is the model's own on this example; nothing if one is."""

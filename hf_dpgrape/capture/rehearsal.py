@@ -23,13 +23,11 @@ For each of some shapes:
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +39,7 @@ from hf_dpgrape.capture.layout import Layout, Layouts
 from hf_dpgrape.capture.observation import observe_layouts
 from hf_dpgrape.capture.rules import Projector
 from hf_dpgrape.capture.sites import Site, widened
+from hf_dpgrape.capture.stage import undisturbed
 
 #: Inputs of the synthetic samples of these numbers, as one batch. A number always names the same
 #: sample: from 0 ordinary ones, from `PADDED` such as end in padding, from `CONSTANT` such as
@@ -95,13 +94,13 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class Taken:
     """Losses and per-sample gradients of one batch."""
 
     losses: Tensor
     gradients: list[dict[str, Tensor]]
 
-    def distance(self, other: _Taken, place: int) -> float:
+    def distance(self, other: Taken, place: int) -> float:
         """How far a sample is from itself in another batch, relative to its gradient's norm."""
         mine, theirs = self.gradients[place], other.gradients[place]
         errors = deviations(mine, theirs)
@@ -127,7 +126,7 @@ def deviations(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[st
     return found
 
 
-def _prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
+def prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
     """The same batches, made beforehand: what makes them may draw random numbers of its own."""
     made = {tuple(samples): make(samples) for samples in batches}
     return lambda samples: made[tuple(samples)]
@@ -155,8 +154,7 @@ class Rehearser:
         self._projectors = projectors
         self._losses = losses
         self._errors: dict[str, float] = {}
-        dtypes = {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
-        self._dtype = next(iter(dtypes), next(model.parameters()).dtype)
+        self._dtype = coarsest_dtype(model)
 
     def __call__(self, batches: Sequence[Batch]) -> Rehearsal:
         """Rehearses the model on batches of several shapes.
@@ -167,10 +165,10 @@ class Rehearser:
         layouts: dict[str, Layout] = {}
         for projector in self._projectors.values():
             projector.prepare()  # lest its random matrix be taken for a draw of the model
-        with self._undisturbed() as moved_buffers:
-            first: _Taken | None = None
+        with undisturbed(self._model) as moved_buffers:
+            first: Taken | None = None
             for make in batches:
-                batch = _prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
+                batch = prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
                 problems = foreign_draws(lambda batch=batch: self._losses(batch([0])))  # type: ignore[misc]
                 if not problems:
                     layouts, problems = self.layouts_for(batch)
@@ -180,18 +178,18 @@ class Rehearser:
                 if first is None:
                     with Draws(self._model, "mean"):
                         first = self._batched(batch, _TOGETHER, layouts)
-            problems = self._memory(_prepared(batches[0], (*_FOR_LAYOUTS, _TOGETHER)), first)
+            problems = self._memory(prepared(batches[0], (*_FOR_LAYOUTS, _TOGETHER)), first)
             problems = problems or moved_buffers()
         return Rehearsal(self._sites, layouts, problems, self._errors)
 
     def layouts_at(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts at one more shape, and what cannot be trained at it."""
-        with self._undisturbed():
+        with undisturbed(self._model):
             return self.layouts_for(batch)
 
     def layouts_for(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts at one shape, and what cannot be trained; sites are widened on the way."""
-        batch = _prepared(batch, _FOR_LAYOUTS)
+        batch = prepared(batch, _FOR_LAYOUTS)
         with Draws(self._model, "mean"):
             while True:
                 layouts = observe_layouts(
@@ -233,7 +231,7 @@ class Rehearser:
                 or self._differences(batch, together, layouts)
             )
 
-    def _batched(self, batch: Batch, samples: Sequence[int], layouts: Layouts) -> _Taken:
+    def _batched(self, batch: Batch, samples: Sequence[int], layouts: Layouts) -> Taken:
         """Losses and gradients of these samples by the recorder."""
         recorder = Recorder(self._model, self._sites, self._projectors, layouts)
         with recorder.record(len(samples)) as gradients:
@@ -242,7 +240,7 @@ class Rehearser:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
         names = list(gradients)
         each = [{n: gradients.of_sample(n, i) for n in names} for i in range(len(samples))]
-        return _Taken(losses.detach(), each)
+        return Taken(losses.detach(), each)
 
     def _fingerprint(self, batch: Batch, num_samples: int, layouts: Layouts) -> Tensor:
         """Losses and the norms of all gradients."""
@@ -272,7 +270,7 @@ class Rehearser:
         # the layer that mixes.
         return dict(list(found.items())[:1])
 
-    def _moved_by_others(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+    def _moved_by_others(self, batch: Batch, together: Taken, layouts: Layouts) -> dict[str, str]:
         """Whether losses or gradients of a sample change with the samples beside it."""
         allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
         if all(
@@ -282,7 +280,7 @@ class Rehearser:
             return {}
         return {"": _NEIGHBORS}
 
-    def _differences(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+    def _differences(self, batch: Batch, together: Taken, layouts: Layouts) -> dict[str, str]:
         """Tensors whose gradients are not those of one backward per sample."""
         by_one: dict[str, float] = {}
         in_batch: dict[str, float] = {}
@@ -306,7 +304,7 @@ class Rehearser:
             if error > allowed
         }
 
-    def _memory(self, batch: Batch, first: _Taken | None) -> dict[str, str]:
+    def _memory(self, batch: Batch, first: Taken | None) -> dict[str, str]:
         """Whether a batch gives something else when it comes back after others."""
         assert first is not None
         with Draws(self._model, "mean"):
@@ -320,57 +318,13 @@ class Rehearser:
     def _tolerance(self, by_dtype: Mapping[torch.dtype, float]) -> float:
         return by_dtype.get(self._dtype) or _TOLERANCE_OF_16_BITS[by_dtype is _ORACLE_TOLERANCES]
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[Callable[[], dict[str, str]]]:
-        """Training mode inside; modes, generators, buffers and zero tensors come back after it."""
-        modes = {module: module.training for module in self._model.modules()}
-        buffers = [
-            (name, module, local, buffer, buffer.clone())
-            for path, module in self._model.named_modules()
-            for local, buffer in module._buffers.items()
-            if buffer is not None
-            for name in [f"{path}.{local}".lstrip(".")]
-        ]
 
-        def moved() -> dict[str, str]:
-            return {
-                name: "a forward pass in training changes this buffer, which would hold numbers "
-                "of private activations without noise; switch its running statistics off"
-                for name, module, local, _, value in buffers
-                if not _is_same(module._buffers.get(local), value)
-            }
-
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices), _filled(self._model):
-            torch.manual_seed(0)
-            self._model.train()
-            try:
-                yield moved
-            finally:
-                random.setstate(python_state)
-                np.random.set_state(numpy_state)
-                for module, mode in modes.items():
-                    module.training = mode
-                for _, module, local, buffer, value in buffers:
-                    buffer.copy_(value)
-                    module._buffers[local] = buffer
+def coarsest_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of 16 bits that some tensor of a model has, or else the first tensor's."""
+    dtypes = {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
+    return next(iter(dtypes), next(model.parameters()).dtype)
 
 
-def _is_same(now: Tensor | None, before: Tensor) -> bool:
-    return now is not None and now.shape == before.shape and bool(torch.equal(now, before))
-
-
-@contextmanager
-def _filled(model: nn.Module) -> Iterator[None]:
-    """Tensors that are zero throughout have small random values inside the block."""
-    with torch.no_grad():
-        zeros = [p for p in model.parameters() if p.numel() and not p.any()]
-        for p in zeros:
-            p.normal_(0.0, 0.02)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p in zeros:
-                p.zero_()
+def repetition_tolerance(model: nn.Module) -> float:
+    """Relative deviation that rounding explains where the same is computed again."""
+    return _NEIGHBOR_TOLERANCES.get(coarsest_dtype(model)) or _TOLERANCE_OF_16_BITS[False]

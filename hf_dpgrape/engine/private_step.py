@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from hf_dpgrape.capture.capture import Recorder
 from hf_dpgrape.capture.gradients import PerSampleGradients
+from hf_dpgrape.capture.recording import Records
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
@@ -130,7 +130,7 @@ class PrivateStep:
         self,
         *,
         ledger: RunLedger,
-        recorder: Recorder,
+        recorder: Records,
         subspace: Subspace,
         clip_groups: Mapping[str, str],
         head: frozenset[str] = frozenset(),
