@@ -190,14 +190,11 @@ class Preflight:
     settle: Callable[[Mapping[str, Any]], str]
     take_own_loss_: Callable[[], None]
 
-    def recorder(
-        self, capture: str, *, physical_batch_size: int, why_alone: str = ""
-    ) -> tuple[Records, bool]:
+    def recorder(self, capture: str, *, why_alone: str = "") -> tuple[Records, bool]:
         """What takes the gradients, and whether it does so one example at a time.
 
         Args:
             capture: one of `CAPTURES`.
-            physical_batch_size: largest number of examples per physical batch, as asked for.
             why_alone: why examples cannot share a physical batch, if they cannot.
 
         Raises:
@@ -245,7 +242,7 @@ def _cause(model: nn.Module, error: Exception) -> str:
     """The first thing that speaks against whole batches, with its name."""
     problems = error.problems if isinstance(error, RefusedModelError) else {}
     name, why = next(iter(problems.items()), (type(model).__name__, _first_line(error)))
-    return f"`{name}`: {why}".rstrip(".")
+    return f"`{name}`: {why.partition('; ')[0]}".rstrip(".")  # what to do follows there
 
 
 def _first_line(error: Exception) -> str:

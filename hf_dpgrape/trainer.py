@@ -304,11 +304,7 @@ class DPGrapeMixin(TuningMixin, ResumingMixin, LoggingMixin, PublishingMixin, Tr
             settle=self._settle_loss,
             take_own_loss_=self._per_sample_loss.take_own_,
         )
-        recorder, is_single = preflight.recorder(
-            self.args.capture,
-            physical_batch_size=self.args.per_device_train_batch_size,
-            why_alone=why_alone(structure),
-        )
+        recorder, is_single = preflight.recorder(self.args.capture, why_alone=why_alone(structure))
         if is_single:
             self._batches.one_by_one()
         return recorder
