@@ -7,10 +7,9 @@ inside the sample, by its own number of labels, and never by anything of its nei
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto as auto
 
+from hf_dpgrape.own_loss import (
+    LABELS,
+    kept_problem_type,
+    named_outputs,
+    own_loss_of_one,
+    takes_labels,
+)
 from hf_dpgrape.row_by_row import RowByRow
 
 #: Label positions that count for nothing, transformers' convention.
@@ -133,8 +139,6 @@ _TASKS: tuple[tuple[Mapping[str, Any], Loss, str], ...] = (
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level, "fill-mask"),
 )
 
-_LABELS = ("labels", "start_positions", "end_positions")
-
 #: Losses with one label per position.
 _BY_POSITION = (causal_lm, token_level, seq2seq_lm)
 
@@ -183,12 +187,6 @@ def head_of(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model
 
 
-def _takes_labels(head: nn.Module) -> bool:
-    """Whether a head's forward has an argument for labels, under some name."""
-    names = inspect.signature(head.forward).parameters
-    return any("label" in name or name in _LABELS for name in names)
-
-
 class PerSampleLoss:
     """Runs a model on a batch and returns one loss per sample.
 
@@ -215,7 +213,7 @@ class PerSampleLoss:
         self._by_row = RowByRow(compute_loss_func) if callable(compute_loss_func) else None
         loss = loss_of(head)
         self._is_own = loss is None and self._by_row is None
-        if self._is_own and not _takes_labels(head):
+        if self._is_own and not takes_labels(head):
             raise ValueError(
                 f"`{type(head).__name__}` has no loss of one example (its forward takes no "
                 "labels); pass `compute_loss_func=f` with f(outputs, labels) returning the loss of "
@@ -246,7 +244,7 @@ class PerSampleLoss:
     def with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """One loss per sample (B,) of this batch, and what the model returned."""
         if self._is_own:
-            return self._own_of_one(model, inputs)
+            return own_loss_of_one(self._head, model, inputs)
         if self._by_row is None:
             return self._by_task(self._loss, model, inputs)
         features, labels = _parted(inputs)
@@ -255,25 +253,6 @@ class PerSampleLoss:
         target = labels["labels"] if one else labels or None
         return self._by_row(outputs, target, _num_rows({**labels, **features})), outputs
 
-    def _own_of_one(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The model's own loss of one example, (1,)."""
-        rows = {len(inputs[k]) for k in ("labels", "input_ids") if _has_rows(inputs.get(k))}
-        if rows - {1}:
-            raise ValueError(
-                "Expected one example, whose loss is the model's own, got a batch of several; set "
-                '`capture="single"`.'
-            )
-        with _named_outputs(self._head.config), _kept_problem_type(self._head.config):
-            outputs = model(**inputs)
-        loss = getattr(outputs, "loss", None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(
-                f"Expected `{type(self._head).__name__}` to return a `loss` of one number for one "
-                "example, got none or several; name the columns that its forward takes, or pass "
-                "`compute_loss_func`."
-            )
-        return loss.reshape(1), outputs
-
     def _by_task(
         self, loss: Loss | None, model: nn.Module, inputs: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
@@ -281,11 +260,11 @@ class PerSampleLoss:
         features, labels = _parted(inputs)
         if not labels:
             raise ValueError(
-                f"The training data has none of the label columns {list(_LABELS)}; "
+                f"The training data has none of the label columns {list(LABELS)}; "
                 "rename yours, or pass `compute_loss_func`."
             )
         features = self._forward_inputs(loss, features, labels)
-        with _named_outputs(self._head.config):
+        with named_outputs(self._head.config):
             outputs = model(**features)
         if loss in _BY_POSITION:
             labels = _behind_virtual_tokens(model, outputs.logits, labels)
@@ -349,7 +328,7 @@ class PerSampleLoss:
         """The model's own loss of one example; NaN if it has none."""
         config = self._head.config
         try:
-            with _same_draws(model), _named_outputs(config), _kept_problem_type(config):
+            with _same_draws(model), named_outputs(config), kept_problem_type(config):
                 loss = getattr(model(**inputs), "loss", None)
         except Exception:  # whatever it is, nothing can be compared
             return math.nan
@@ -373,37 +352,7 @@ class PerSampleLoss:
 def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The features and the labels of a batch."""
     features = dict(inputs)
-    return features, {key: features.pop(key) for key in _LABELS if key in features}
-
-
-@contextmanager
-def _named_outputs(config: Any) -> Iterator[None]:
-    """Lets a model name its outputs although its configuration asks for tuples."""
-    wanted = getattr(config, "return_dict", True)
-    if wanted is True:  # the usual case leaves the configuration alone
-        yield
-        return
-    config.return_dict = True  # as an argument, it would not reach the models inside
-    try:
-        yield
-    finally:
-        config.return_dict = wanted
-
-
-@contextmanager
-def _kept_problem_type(config: Any) -> Iterator[None]:
-    """Forgets what a model notes down of the labels that it saw first."""
-    problem_type = getattr(config, "problem_type", None)
-    try:
-        yield
-    finally:
-        if getattr(config, "problem_type", None) != problem_type:
-            config.problem_type = problem_type
-
-
-def _has_rows(value: Any) -> bool:
-    """Whether a value is a tensor, or a list, of one row per sample."""
-    return (isinstance(value, Tensor) and value.ndim > 0) or isinstance(value, list)
+    return features, {key: features.pop(key) for key in LABELS if key in features}
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:

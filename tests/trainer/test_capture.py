@@ -151,6 +151,19 @@ def test_buffers_that_move_are_refused(make_trainer: MakeTrainer, capture: str) 
         make_trainer(model=model, capture=capture).train()
 
 
+# Dynamo's own, when it looks at tensors with hooks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("roberta", CLASSIFY).float()
+    before = weights_of(model)
+    for layer in model.roberta.encoder.layer:
+        layer.compile(backend="eager")
+    trainer = make_trainer(model=model, max_steps=2)
+    trainer.train()
+    (line,) = lines(caplog)
+    assert is_single(trainer) and "not compiled" in line and distance(before, model) > 0
+
+
 class PythonDraws(nn.Linear):
     """Leaves itself out half the time, by Python's generator, as LayerDrop and SpecAugment do."""
 
