@@ -114,8 +114,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
             with contextlib.suppress(Exception):
                 setattr(config, f"{name}_token_id", {"bos": 0, "eos": 2}.get(name, 1))
     config.num_labels = 2
-    if hasattr(config, "apply_spec_augment"):  # draws from NumPy, which no seed here fixes
-        config.apply_spec_augment = False
+    config.apply_spec_augment = False  # draws from NumPy, which no seed here fixes
     return config
 
 
