@@ -124,6 +124,7 @@ def private_training_step(
         PerSampleLoss(model),
         examples=range(plan.num_examples),
         collate=lambda _: make_inputs(model, 1, 8),
+        capture="batched",
         rank=rank,
         head=frozenset(),
         seed=0,

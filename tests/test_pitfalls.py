@@ -73,7 +73,9 @@ def test_unknown_architecture_needs_nothing_but_a_loss(make_trainer: MakeTrainer
 
     trainer = make_trainer(model=OddModel(PretrainedConfig()), more={"compute_loss_func": loss})
     assert all(way > 0 for way in moved(trainer).values())
-    with pytest.raises(ValueError, match=r"`OddModel` has no per-sample loss .*compute_loss_func"):
+    with pytest.raises(
+        ValueError, match=r"`OddModel` has no loss of one example .*compute_loss_func"
+    ):
         make_trainer(model=OddModel(PretrainedConfig()))
 
 

@@ -104,6 +104,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("head alone first", f"{plan['head_only_steps']} steps"),
         ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
         ("projection", _projection(record["projection"])),
+        *_capture(record["projection"]),
         ("randomness of noise and sampling", record["projection"]["randomness"]),
         ("versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())),
     ]
@@ -159,6 +160,15 @@ def _projection(projection: Mapping[str, Any]) -> str:
         f"tensors are projected. Not projected: tensors of one dimension"
         f"{', ' + _names(whole) if whole else ''}"
     )
+
+
+def _capture(projection: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How per-sample gradients were taken; nothing where the record does not say."""
+    if "capture" not in projection:
+        return []
+    is_single = projection["capture"] == "single"
+    how = "one example at a time" if is_single else "from batches, exactly for each example"
+    return [("gradients taken", how)]
 
 
 def _renewal(gap: int) -> str:

@@ -142,10 +142,16 @@ def counts_in_full(record: Mapping[str, Any]) -> bool:
     )
 
 
-def projection_record(projections: Collection[Projection]) -> dict[str, Any]:
-    """How many tensors are projected, and the names of the matrices that are not."""
+def projection_record(projections: Collection[Projection], capture: str) -> dict[str, Any]:
+    """How gradients are taken, how many are projected, and which matrices are not.
+
+    Args:
+        projections: of all trained tensors.
+        capture: "batched" or "single".
+    """
     whole = [p for p in projections if p.side is None]
     return {
+        "capture": capture,
         "num_projected": len(projections) - len(whole),
         "num_tensors": len(projections),
         "unprojected_matrices": [p.name for p in whole if len(p.full_shape) > 1],

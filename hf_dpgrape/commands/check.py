@@ -14,8 +14,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_dpgrape.gradients.rehearsal import Rehearsal
     from hf_dpgrape.hf.models import ModelReport
+    from hf_dpgrape.mechanism.checks import Preflight
 
 #: Parameters above which a model is rehearsed with fewer layers, which repeat each other.
 _MOST_PARAMETERS = 200_000_000
@@ -46,12 +46,13 @@ def _check(arguments: argparse.Namespace) -> int:
     # Here, so that `budget` starts without torch and transformers.
     from hf_dpgrape.hf.losses import loss_of
     from hf_dpgrape.hf.models import build_on_meta, inspect_model, load_config
+    from hf_dpgrape.mechanism.tensors import refused_modules
 
     model = build_on_meta(load_config(arguments.model), arguments.task)
     report = inspect_model(model, rank=arguments.rank, head_modules=arguments.head_modules)
     has_loss = loss_of(model) is not None
     said = "not done"
-    if has_loss and not report.refused and not arguments.no_rehearsal:
+    if has_loss and not refused_modules(model) and not arguments.no_rehearsal:
         report, said = _with_rehearsal(report, model, arguments)
     facts = {"has_loss": has_loss, "rehearsal": said}
     if arguments.json:
@@ -66,7 +67,8 @@ def _with_rehearsal(
     report: ModelReport, model: nn.Module, arguments: argparse.Namespace
 ) -> tuple[ModelReport, str]:
     """The report with what a rehearsal refuses, and the rehearsal's outcome in words."""
-    from hf_dpgrape.hf.models import build_model, load_config
+    from hf_dpgrape.hf.models import build_model, inspect_model, load_config
+    from hf_dpgrape.mechanism.checks import cause_of
 
     config, depth = load_config(arguments.model), ""
     if sum(p.numel() for p in model.parameters()) > _MOST_PARAMETERS:
@@ -75,26 +77,31 @@ def _with_rehearsal(
                 setattr(config, name, min(2, getattr(config, name)))
         depth = ", with two layers of each kind"
     config.dtype = "float32"
+    small = build_model(config, arguments.task, device="cpu")
+    preflight = _preflight(small, arguments)
     try:
-        found = _rehearse(build_model(config, arguments.task, device="cpu"), arguments)
-    except ValueError as error:
-        refused = dict(getattr(error, "problems", {report.architecture: str(error)}))
-        return replace(report, refused=refused), f"refused{depth}"
+        _, found = preflight.rehearsed_in_batches()
+    except Exception as error:  # as `capture="auto"` goes on from whatever it is
+        cause = cause_of(small, error)
+        try:
+            preflight.single()
+        except ValueError as final:
+            refused = dict(getattr(final, "problems", {report.architecture: str(final)}))
+            return replace(report, refused=refused), f"refused{depth}"
+        alone = inspect_model(
+            model, rank=arguments.rank, head_modules=arguments.head_modules, one_by_one=True
+        )
+        return alone, f"one example at a time{depth}: {cause}"
     worst = max(found.errors.values())
     return report, f"exact within {worst:.0e} of one backward per example{depth}"
 
 
-def _rehearse(model: nn.Module, arguments: argparse.Namespace) -> Rehearsal:
-    """Runs a model with random weights on synthetic examples.
-
-    Raises:
-        ValueError: it cannot be trained privately.
-    """
+def _preflight(model: nn.Module, arguments: argparse.Namespace) -> Preflight:
+    """Rehearses a model with random weights on synthetic examples."""
     from hf_dpgrape.commands.memory.setting import Setting, make_batch
-    from hf_dpgrape.gradients.rehearsal import Rehearser
     from hf_dpgrape.hf.losses import PerSampleLoss, labels_are_tokens
     from hf_dpgrape.hf.models import new_head
-    from hf_dpgrape.mechanism.checks import checked_sites, rehearsed
+    from hf_dpgrape.mechanism.checks import Preflight
     from hf_dpgrape.mechanism.synthetic import SyntheticExamples
     from hf_dpgrape.mechanism.tensors import make_projections
 
@@ -107,10 +114,15 @@ def _rehearse(model: nn.Module, arguments: argparse.Namespace) -> Rehearsal:
         seed=0,
         head=new_head(model, arguments.head_modules),
     )
-    rehearser = Rehearser(model, checked_sites(model), projections, lambda x: loss(model, x))
     tokens = labels_are_tokens(model)
-    examples = SyntheticExamples(model, structure, labels_are_tokens=tokens)
-    return rehearsed(model, rehearser, examples, lambda inputs: loss.settle(model, inputs))
+    return Preflight(
+        model=model,
+        projections=projections,
+        examples=SyntheticExamples(model, structure, labels_are_tokens=tokens),
+        losses=lambda inputs: loss(model, inputs),
+        settle=lambda inputs: loss.settle(model, inputs),
+        take_own_loss_=loss.take_own_,
+    )
 
 
 def _tensor_table(report: ModelReport) -> Table:

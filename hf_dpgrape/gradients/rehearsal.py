@@ -25,13 +25,11 @@ from __future__ import annotations
 
 import functools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +42,7 @@ from hf_dpgrape.gradients.recorder import Recorder, expanded, frozen
 from hf_dpgrape.gradients.rules import Projector
 from hf_dpgrape.gradients.single import single_gradients
 from hf_dpgrape.gradients.sites import Site, widened
+from hf_dpgrape.gradients.stage import undisturbed
 
 #: Inputs of the synthetic samples of these numbers, as one batch. A number always names the same
 #: sample: from 0 ordinary ones, from `PADDED` such as end in padding, from `CONSTANT` such as
@@ -100,13 +99,13 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class Taken:
     """Losses of one batch, and the gradients of the samples at some of its places."""
 
     losses: Tensor
     gradients: Mapping[int, Mapping[str, Tensor]]
 
-    def distance(self, other: _Taken, place: int) -> float:
+    def distance(self, other: Taken, place: int) -> float:
         """How far a sample is from itself in another batch, relative to its gradient's norm."""
         errors = deviations(self.gradients[place], other.gradients[place])
         moved = abs(float(self.losses[place] - other.losses[place]))
@@ -133,7 +132,7 @@ def _norms(tensors: Iterable[Tensor]) -> list[float]:
     return [float(norm) for norm in torch.stack(norms).tolist()] if norms else []
 
 
-def _prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
+def prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
     """The same batches, made beforehand: what makes them may draw random numbers of its own."""
     made = {tuple(samples): make(samples) for samples in batches}
     return lambda samples: made[tuple(samples)]
@@ -161,8 +160,7 @@ class Rehearser:
         self._projectors = projectors
         self._losses = losses
         self._errors: dict[str, float] = {}
-        dtypes = {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
-        self._dtype = next(iter(dtypes), next(model.parameters()).dtype)
+        self._dtype = coarsest_dtype(model)
 
     def __call__(self, batches: Sequence[Batch]) -> Rehearsal:
         """Rehearses the model on batches of several shapes.
@@ -173,10 +171,10 @@ class Rehearser:
         layouts: dict[str, Layout] = {}
         for projector in self._projectors.values():
             projector.prepare()  # lest its random matrix be taken for a draw of the model
-        with self._undisturbed() as moved_buffers:
-            first: tuple[_Taken, Layouts] | None = None
+        with undisturbed(self._model) as moved_buffers:
+            first: tuple[Taken, Layouts] | None = None
             for make in batches:
-                batch = _prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
+                batch = prepared(make, (*_FOR_LAYOUTS, *_FOR_CHECKS))
                 problems = foreign_draws(functools.partial(self._losses, batch([0])))
                 if not problems:
                     layouts, problems = self.layouts_for(batch)
@@ -190,17 +188,17 @@ class Rehearser:
                 if problems:
                     return Rehearsal(self._sites, layouts, problems, self._errors)
             assert first is not None
-            problems = self._memory(_prepared(batches[0], [_TOGETHER]), *first) or moved_buffers()
+            problems = self._memory(prepared(batches[0], [_TOGETHER]), *first) or moved_buffers()
         return Rehearsal(self._sites, layouts, problems, self._errors)
 
     def layouts_at(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts at one more shape, and what cannot be trained at it."""
-        with self._undisturbed():
+        with undisturbed(self._model):
             return self.layouts_for(batch)
 
     def layouts_for(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts at one shape, and what cannot be trained; sites are widened on the way."""
-        batch = _prepared(batch, _FOR_LAYOUTS)
+        batch = prepared(batch, _FOR_LAYOUTS)
         with Draws(self._model, "mean"):
             while True:
                 layouts = observe_layouts(
@@ -229,7 +227,7 @@ class Rehearser:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
         return set(found)
 
-    def _between_samples(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+    def _between_samples(self, batch: Batch, together: Taken, layouts: Layouts) -> dict[str, str]:
         """What one sample has to do with others; the first kind that is found."""
         problems = shared_draws(self._model, lambda n: self._fingerprint(batch, n, layouts))
         return (
@@ -240,13 +238,13 @@ class Rehearser:
 
     def _batched(
         self, batch: Batch, samples: Sequence[int], layouts: Layouts, *, places: Iterable[int]
-    ) -> _Taken:
+    ) -> Taken:
         """Losses of these samples, and gradients of those at some places, by the recorder."""
         with Draws(self._model, "mean"):
             losses, gradients = self._recorded(batch, samples, layouts)
         names = list(gradients)
         taken = {i: {name: gradients.of_sample(name, i) for name in names} for i in places}
-        return _Taken(losses, taken)
+        return Taken(losses, taken)
 
     def _recorded(
         self, batch: Batch, samples: Sequence[int], layouts: Layouts
@@ -287,7 +285,7 @@ class Rehearser:
         # the layer that mixes.
         return dict(list(found.items())[:1])
 
-    def _moved_by_others(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+    def _moved_by_others(self, batch: Batch, together: Taken, layouts: Layouts) -> dict[str, str]:
         """Whether losses or gradients of a sample change with the samples beside it."""
         allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
         if all(
@@ -298,7 +296,7 @@ class Rehearser:
             return {}
         return {"": _NEIGHBORS}
 
-    def _differences(self, batch: Batch, together: _Taken, layouts: Layouts) -> dict[str, str]:
+    def _differences(self, batch: Batch, together: Taken, layouts: Layouts) -> dict[str, str]:
         """Tensors whose gradients are not those of one backward per sample."""
         by_one: dict[str, float] = {}
         in_batch: dict[str, float] = {}
@@ -328,7 +326,7 @@ class Rehearser:
                 losses.sum().backward()  # type: ignore[no-untyped-call]
         return alone
 
-    def _memory(self, batch: Batch, first: _Taken, layouts: Layouts) -> dict[str, str]:
+    def _memory(self, batch: Batch, first: Taken, layouts: Layouts) -> dict[str, str]:
         """Whether a batch gives something else when it comes back after others."""
         again = self._batched(batch, _TOGETHER, layouts, places=_COMPARED)
         allowed = self._tolerance(_NEIGHBOR_TOLERANCES)
@@ -339,57 +337,13 @@ class Rehearser:
     def _tolerance(self, by_dtype: Mapping[torch.dtype, float]) -> float:
         return by_dtype.get(self._dtype) or _TOLERANCE_OF_16_BITS[by_dtype is _ORACLE_TOLERANCES]
 
-    @contextmanager
-    def _undisturbed(self) -> Iterator[Callable[[], dict[str, str]]]:
-        """Training mode inside; modes, generators, buffers and zero tensors come back after it."""
-        modes = {module: module.training for module in self._model.modules()}
-        buffers = [
-            (name, module, local, buffer, buffer.clone())
-            for path, module in self._model.named_modules()
-            for local, buffer in module._buffers.items()
-            if buffer is not None
-            for name in [f"{path}.{local}".lstrip(".")]
-        ]
 
-        def moved() -> dict[str, str]:
-            return {
-                name: "a forward pass in training changes this buffer, which would hold numbers "
-                "of private activations without noise; switch its running statistics off"
-                for name, module, local, _, value in buffers
-                if not _is_same(module._buffers.get(local), value)
-            }
-
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices), _filled(self._model):
-            torch.manual_seed(0)
-            self._model.train()
-            try:
-                yield moved
-            finally:
-                random.setstate(python_state)
-                np.random.set_state(numpy_state)
-                for module, mode in modes.items():
-                    module.training = mode
-                for _, module, local, buffer, value in buffers:
-                    buffer.copy_(value)
-                    module._buffers[local] = buffer
+def coarsest_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of 16 bits that some tensor of a model has, or else the first tensor's."""
+    dtypes = {p.dtype for p in model.parameters()} & {torch.bfloat16, torch.float16}
+    return next(iter(dtypes), next(model.parameters()).dtype)
 
 
-def _is_same(now: Tensor | None, before: Tensor) -> bool:
-    return now is not None and now.shape == before.shape and bool(torch.equal(now, before))
-
-
-@contextmanager
-def _filled(model: nn.Module) -> Iterator[None]:
-    """Tensors that are zero throughout have small random values inside the block."""
-    with torch.no_grad():
-        zeros = [p for p in model.parameters() if p.numel() and not p.any()]
-        for p in zeros:
-            p.normal_(0.0, 0.02)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p in zeros:
-                p.zero_()
+def repetition_tolerance(model: nn.Module) -> float:
+    """Relative deviation that rounding explains where the same is computed again."""
+    return _NEIGHBOR_TOLERANCES.get(coarsest_dtype(model)) or _TOLERANCE_OF_16_BITS[False]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_dpgrape.gradients.recording import CAPTURES
 from hf_dpgrape.hf.refusals import (
     refuse_against_dpmup,
     refuse_uneven_grid,
@@ -140,6 +141,16 @@ class DPGrapeTrainingArguments(TrainingArguments):
     head_only_steps: int = field(
         default=0,
         metadata={"help": "Train the head alone for that many first steps; they count fully."},
+    )
+    capture: str = field(
+        default="auto",
+        metadata={
+            "help": "How per-sample gradients are taken: batched, from whole physical batches, "
+            "where that is exact; single, one example at a time, which suits every model and "
+            "takes about 1.5 to 2.5 times as long; auto, batched where a rehearsal on synthetic "
+            "examples proves it exact, else single.",
+            "choices": [*CAPTURES],
+        },
     )
     bf16_weights: bool = field(
         default=False,

@@ -8,8 +8,8 @@ inside the sample, by its own number of labels, and never by anything of its nei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto as auto
 
+from hf_dpgrape.hf.own_loss import (
+    LABELS,
+    kept_problem_type,
+    named_outputs,
+    own_loss_of_one,
+    takes_labels,
+)
 from hf_dpgrape.hf.row_by_row import RowByRow
 from hf_dpgrape.mechanism.synthetic import IGNORED
 
@@ -135,8 +142,6 @@ _TASKS: tuple[tuple[Mapping[str, Any], Loss, str], ...] = (
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level, "fill-mask"),
 )
 
-_LABELS = ("labels", "start_positions", "end_positions")
-
 #: Losses with one label per position.
 _BY_POSITION = (causal_lm, token_level, seq2seq_lm)
 
@@ -193,6 +198,9 @@ def head_of(model: nn.Module) -> nn.Module:
 class PerSampleLoss:
     """Runs a model on a batch and returns one loss per sample.
 
+    Where no loss of ours is the head's, it can be the model's own, `model(**example).loss`. That
+    may look across a batch, so the batch must then be one example.
+
     Guarantees:
         A `compute_loss_func` is given one sample at a time (see `RowByRow`).
 
@@ -202,7 +210,8 @@ class PerSampleLoss:
             head's.
 
     Raises:
-        ValueError: neither is there a `compute_loss_func` nor a per-sample loss for the head.
+        ValueError: there is neither a `compute_loss_func`, nor a loss for the head, nor one of the
+            model's own.
     """
 
     def __init__(
@@ -211,11 +220,12 @@ class PerSampleLoss:
         # TRL puts a string in its place for some releases of transformers.
         self._by_row = RowByRow(compute_loss_func) if callable(compute_loss_func) else None
         loss = loss_of(head)
-        if loss is None and self._by_row is None:
+        self._is_own = loss is None and self._by_row is None
+        if self._is_own and not takes_labels(head):
             raise ValueError(
-                f"`{type(head).__name__}` has no per-sample loss of ours; pass "
-                "`compute_loss_func=f` with f(outputs, labels) returning the loss of the one "
-                "sample that it is given."
+                f"`{type(head).__name__}` has no loss of one example (its forward takes no "
+                "labels); pass `compute_loss_func=f` with f(outputs, labels) returning the loss of "
+                "the one sample that it is given."
             )
         self._loss = loss
         self._head: Any = head
@@ -225,12 +235,29 @@ class PerSampleLoss:
         """Whether the labels of the head's task are ids of tokens."""
         return labels_are_tokens(self._head)
 
+    @property
+    def why_single(self) -> str:
+        """Why only one example at a time has a loss; empty if batches have one per sample."""
+        if not self._is_own:
+            return ""
+        return (
+            f"the loss of `{type(self._head).__name__}` is known for one example at a time only; "
+            'set `capture="single"`, or pass `compute_loss_func=f` with f(outputs, labels) '
+            "returning the loss of the one sample that it is given"
+        )
+
+    def take_own_(self) -> None:
+        """From now on the loss is the model's own, of one example at a time."""
+        self._is_own = self._by_row is None
+
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """One loss per sample (B,) of this batch."""
         return self.with_outputs(model, inputs)[0]
 
     def with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """One loss per sample (B,) of this batch, and what the model returned."""
+        if self._is_own:
+            return own_loss_of_one(self._head, model, inputs)
         if self._by_row is None:
             return self._by_task(self._loss, model, inputs)
         features, labels = _parted(inputs)
@@ -246,11 +273,11 @@ class PerSampleLoss:
         features, labels = _parted(inputs)
         if not labels:
             raise ValueError(
-                f"The training data has none of the label columns {list(_LABELS)}; "
+                f"The training data has none of the label columns {list(LABELS)}; "
                 "rename yours, or pass `compute_loss_func`."
             )
         features = self._forward_inputs(loss, features, labels)
-        with _named_outputs(self._head.config):
+        with named_outputs(self._head.config):
             outputs = model(**features)
         if loss in _BY_POSITION:
             labels = _behind_virtual_tokens(model, outputs.logits, labels)
@@ -283,6 +310,8 @@ class PerSampleLoss:
         """
         if self._by_row is not None:
             return ""
+        if self._is_own:
+            return self.why_single
         name = type(self._head).__name__
         if getattr(self._head.config, "output_router_logits", False):
             return (
@@ -311,15 +340,11 @@ class PerSampleLoss:
     def _own_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> float:
         """The model's own loss of one example; NaN if it has none."""
         config = self._head.config
-        problem_type = getattr(config, "problem_type", None)
         try:
-            with _same_draws(model), _named_outputs(config):
+            with _same_draws(model), named_outputs(config), kept_problem_type(config):
                 loss = getattr(model(**inputs), "loss", None)
         except Exception:  # whatever it is, nothing can be compared
             return math.nan
-        finally:
-            if getattr(config, "problem_type", None) != problem_type:
-                config.problem_type = problem_type  # models note down what labels they saw
         return math.nan if loss is None else float(loss.mean())
 
     def _deviation(
@@ -340,21 +365,7 @@ class PerSampleLoss:
 def _parted(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The features and the labels of a batch."""
     features = dict(inputs)
-    return features, {key: features.pop(key) for key in _LABELS if key in features}
-
-
-@contextmanager
-def _named_outputs(config: Any) -> Iterator[None]:
-    """Lets a model name its outputs although its configuration asks for tuples."""
-    wanted = getattr(config, "return_dict", True)
-    if wanted is True:  # the usual case leaves the configuration alone
-        yield
-        return
-    config.return_dict = True  # as an argument, it would not reach the models inside
-    try:
-        yield
-    finally:
-        config.return_dict = wanted
+    return features, {key: features.pop(key) for key in LABELS if key in features}
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from hf_dpgrape.mechanism.tensors import TargetModules, TensorReport, matching, report_tensors
+from hf_dpgrape.mechanism.tensors import (
+    TargetModules,
+    TensorReport,
+    matching,
+    refused_modules,
+    report_tensors,
+)
 
 #: Auto classes by the names of tasks; "auto" takes the configuration's own architecture.
 TASKS = {
@@ -153,6 +159,7 @@ def inspect_model(
     rank: int,
     head_modules: Sequence[str] | None = None,
     target_modules: TargetModules = None,
+    one_by_one: bool = False,
 ) -> ModelReport:
     """The report on a model, which may have no storage.
 
@@ -164,12 +171,17 @@ def inspect_model(
         rank: rank of the projection; 0 for none.
         head_modules: parts of names of the tensors that form the head.
         target_modules: which tensors are projected, as `optim_target_modules`.
+        one_by_one: whether gradients are taken of one example at a time.
     """
     if rank < 0:
         raise ValueError(f"`rank` must be 0 (no projection) or positive, got {rank}.")
     head = new_head(model, head_modules)
     rows = report_tensors(model, rank=rank, head=head, target_modules=target_modules)
     refused = {row.name: row.problem for row in rows if row.problem}
+    if one_by_one:
+        refused = refused_modules(model)
+        names = {name for name, _ in model.named_parameters()}
+        rows = [replace(row, rule="autograd", problem="") for row in rows if row.name in names]
     return ModelReport(
         architecture=type(model).__name__,
         tensors=[row for row in rows if not _is_in(row.name, refused)],

@@ -23,6 +23,7 @@ from hf_dpgrape.artifacts.record import (
     with_earlier_part,
     write_record,
 )
+from hf_dpgrape.gradients.recording import BATCHED, SINGLE
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.callbacks import show_epsilon
 from hf_dpgrape.hf.choices import Choices, TellsEndsOfEpochs, search_backend
@@ -45,7 +46,7 @@ from hf_dpgrape.hf.resuming import (
 )
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import TrainersLosses
-from hf_dpgrape.mechanism.checks import checked_sites
+from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.mechanism.private_training import PrivateTraining
@@ -83,6 +84,7 @@ class DPGrapeMixin(TrainerPart):
     plan: PrivacyPlan | None = None
     private_training: PrivateTraining | None = None
     _ledger: RunLedger | None = None
+    _batches: LogicalBatches | None = None  # what the loader of the present run draws from
     _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
     _rates_were_set = False
 
@@ -125,8 +127,11 @@ class DPGrapeMixin(TrainerPart):
     def _make_plan(self) -> PrivacyPlan:
         """Checks model and data, and derives the plan from the arguments."""
         num_examples = length_of(self.train_dataset)
-        checked_sites(self.model)
-        PerSampleLoss(head_of(self.model), self.compute_loss_func)
+        refuse_in_any_capture(self.model)
+        loss = PerSampleLoss(head_of(self.model), self.compute_loss_func)
+        if self.args.capture == BATCHED:
+            checked_sites(self.model)
+            refuse(self.model, {"": loss.why_single} if loss.why_single else {})
         if self.args.dpmup_base_model is not None:
             proxy = self.dpmup_proxy(self.args.dpmup_base_model)
             self._width_transfer = resolve(self.args, self.model, proxy, self._head())
@@ -178,7 +183,8 @@ class DPGrapeMixin(TrainerPart):
         self._ledger.set_plan(plan)
         if self.args.length_grid and getattr(self.model, "main_input_name", "") == "input_ids":
             warn_of_exact_lengths(self.data_collator)
-        return LogicalBatches(**self._training_data()).loader(
+        self._batches = LogicalBatches(**self._training_data())
+        return self._batches.loader(
             plan,
             self.args.steps_per_epoch(plan.num_examples),
             num_workers=self.args.dataloader_num_workers,
@@ -225,6 +231,7 @@ class DPGrapeMixin(TrainerPart):
             plan,
             losses,
             **self._training_data(),
+            capture=self.args.capture,
             rank=self.args.rank,
             head=head,
             clip_groups=self._clip_groups(),
@@ -236,6 +243,8 @@ class DPGrapeMixin(TrainerPart):
             ledger=self._ledger,
             synthetic=self.synthetic_examples,
         )
+        if self.private_training.capture == SINGLE and self._batches is not None:
+            self._batches.one_by_one()  # those of the loader that was made before
         self._projection_facts = projection_arguments(self.args, plan)
         self._optimizer_facts = {
             **optimizer_record(self.args, self.model, head, self._given_optimizer),
@@ -493,7 +502,9 @@ class DPGrapeMixin(TrainerPart):
             ledger.num_releases,
             {
                 **self._projection_facts,
-                **projection_record(self.private_training.projections.values()),
+                **projection_record(
+                    self.private_training.projections.values(), self.private_training.capture
+                ),
                 "randomness": SECRET if self._source.is_secret else FIXED,
             },
             steps_counted=ledger.steps_counted(),

@@ -44,3 +44,7 @@ class TrainersLosses:
         """Why the losses are not the model's own of this synthetic example; nothing if so."""
         with self._precision():
             return self._own.settle(model, self._prepare(dict(inputs)))
+
+    def take_own_(self) -> None:
+        """As `PerSampleLoss`."""
+        self._own.take_own_()

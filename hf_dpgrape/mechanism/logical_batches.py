@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, distributed
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpgrape.mechanism.collation import AloneCollator
@@ -70,7 +71,18 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
         self.collate = collate
         self._alone = AloneCollator(collate, length_grid=length_grid, longest=longest)
         self._size = physical_batch_size
+        self._is_one_by_one = False
         self._source = source
+
+    def one_by_one(self) -> LogicalBatches:
+        """From now on every example is a physical batch by itself, of whatever form."""
+        self._is_one_by_one = True
+        return self
+
+    def example(self, index: int) -> dict[str, Any]:
+        """One example's inputs, of whatever form."""
+        reseed_global_(self._source)
+        return self._inputs(index)
 
     def __len__(self) -> int:
         """Number of examples, as the Trainer's bookkeeping expects."""
@@ -79,6 +91,8 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
     def __getitem__(self, indices: Sequence[int]) -> list[PhysicalBatch]:
         """The physical batches of the examples at these indices."""
         reseed_global_(self._source)
+        if self._is_one_by_one:
+            return [PhysicalBatch(1, self._inputs(index)) for index in indices]
         groups: dict[Hashable, list[dict[str, Any]]] = {}
         for index in indices:
             inputs = self._inputs(index)
@@ -120,7 +134,16 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
                 f"{type(inputs).__name__}."
             )
         # Copied at once, in case the collator returns memory that it fills again.
-        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        return {k: pytree.tree_map_only(Tensor, torch.clone, v) for k, v in inputs.items()}
+
+
+def why_alone(inputs: Mapping[str, Any]) -> str:
+    """Why an example of this form cannot share a physical batch; empty if it can."""
+    try:
+        _form(inputs)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _sampler(plan: PrivacyPlan, num_batches: int, source: SecretSource) -> Sampler[list[int]]:

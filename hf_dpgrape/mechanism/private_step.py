@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from hf_dpgrape.gradients.forms import PerSampleGradients
-from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.gradients.recording import Records
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
@@ -130,7 +130,7 @@ class PrivateStep:
         self,
         *,
         ledger: RunLedger,
-        recorder: Recorder,
+        recorder: Records,
         subspace: Subspace,
         clip_groups: Mapping[str, str],
         head: frozenset[str] = frozenset(),

@@ -11,16 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
 
-from hf_dpgrape.gradients.recorder import Recorder
-from hf_dpgrape.gradients.rehearsal import Rehearser
-from hf_dpgrape.mechanism.checks import (
-    LayoutsByShape,
-    checked_sites,
-    refuse_other_optimizer,
-    rehearsed,
-)
-from hf_dpgrape.mechanism.logical_batches import LogicalBatches
+from hf_dpgrape.gradients.recording import AUTO, BATCHED, CAPTURES, SINGLE, Records
+from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import (
@@ -63,6 +58,14 @@ class TaskLosses(Protocol):
         """Compares them with the model's own loss of one synthetic example; why they differ."""
 
 
+@runtime_checkable
+class OffersOwnLoss(Protocol):
+    """Per-sample losses that can be the model's own, `model(**example).loss`."""
+
+    def take_own_(self) -> None:
+        """From now on the loss is the model's own, of one example at a time."""
+
+
 class PrivateTraining:
     """Trains a model privately for the planned number of steps.
 
@@ -86,7 +89,10 @@ class PrivateTraining:
             sample i alone, such as a `PerSampleLoss`.
         examples: the private examples, with a length and indexed access.
         collate: makes model inputs of a list of examples; it is always given one.
-        physical_batch_size: most examples that pass through the model at once.
+        physical_batch_size: most examples that pass through the model at once, in batched capture.
+        capture: "batched" takes gradients from whole physical batches, and refuses a model for
+            which that is not exact; "single" from one example at a time; "auto" chooses the
+            former where it is exact.
         length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
         longest: most tokens that the model takes; None if it does not limit them.
         rank: of the projections; 0 for full space.
@@ -101,6 +107,9 @@ class PrivateTraining:
         ledger: of a run that is continued, or whose earlier runs count; None for a new one.
         source: secret randomness; None for the operating system's.
         synthetic: makes the examples of the rehearsal; None for `SyntheticExamples`.
+
+    Attributes:
+        capture: how gradients are taken, "batched" or "single".
 
     Raises:
         ValueError: model or optimizer cannot be trained privately as they are, or model, data and
@@ -117,6 +126,7 @@ class PrivateTraining:
         examples: Any,
         collate: Callable[[list[Any]], Any],
         physical_batch_size: int = 8,
+        capture: str = AUTO,
         length_grid: int = 0,
         longest: int | None = None,
         rank: int = 16,
@@ -131,6 +141,8 @@ class PrivateTraining:
         source: SecretSource | None = None,
         synthetic: Synthetic | None = None,
     ) -> None:
+        if capture not in CAPTURES:
+            raise ValueError(f"Expected `capture` to be one of {list(CAPTURES)}, got {capture!r}.")
         self.model = model
         self.optimizer = optimizer
         self.ledger = RunLedger(plan) if ledger is None else ledger
@@ -175,9 +187,13 @@ class PrivateTraining:
         }
         self.subspace.adopt(optimizer)
         self.subspace.start_at_(self.ledger.num_releases)
+        recorder, is_single = self._recorder(capture)
+        self.capture = SINGLE if is_single else BATCHED
+        if is_single:
+            self._batches.one_by_one()
         self._private_step = PrivateStep(
             ledger=self.ledger,
-            recorder=self._recorder(),
+            recorder=recorder,
             subspace=self.subspace,
             clip_groups=groups,
             head=head,
@@ -281,20 +297,28 @@ class PrivateTraining:
 
     # ---- The rehearsal ---------------------------------------------------------------------
 
-    def _recorder(self) -> Recorder:
+    def _recorder(self, capture: str) -> tuple[Records, bool]:
         """Takes per-sample gradients; the model is rehearsed on synthetic examples first.
+
+        Returns:
+            The recorder, and whether it takes one example at a time.
 
         Raises:
             ValueError: the rehearsal found what cannot be trained privately.
         """
-        sites = checked_sites(self.model)
         with global_randomness_restored():
-            structure = self._batches[[0]][0].inputs
-        examples = self._synthetic(structure)
-        rehearser = Rehearser(self.model, sites, self.projections, self._losses_of)
-        found = rehearsed(self.model, rehearser, examples, self._settle)
-        layouts = LayoutsByShape(rehearser, found.layouts, examples)
-        return Recorder(self.model, found.sites, self.projections, layouts)
+            structure = self._batches.example(0)
+        preflight = Preflight(
+            model=self.model,
+            projections=self.projections,
+            examples=self._synthetic(structure),
+            losses=self._losses_of,
+            settle=self._settle,
+            take_own_loss_=self._losses.take_own_
+            if isinstance(self._losses, OffersOwnLoss)
+            else None,
+        )
+        return preflight.recorder(capture, why_alone=why_alone(structure))
 
     def _losses_of(self, inputs: Mapping[str, Any]) -> Tensor:
         """One loss per sample of a physical batch."""
@@ -315,10 +339,11 @@ class PrivateTraining:
 def _moved(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The inputs on the model's device."""
     device = next(model.parameters()).device
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return {name: pytree.tree_map_only(Tensor, move, value) for name, value in inputs.items()}
 
 
 def _default_groups(model: nn.Module, plan: PrivacyPlan, head: frozenset[str]) -> dict[str, str]:

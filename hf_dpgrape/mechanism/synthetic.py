@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hf_dpgrape.gradients.rehearsal import CONSTANT, PADDED, Batch
 
@@ -80,11 +81,25 @@ class SyntheticExamples:
         def batch(samples: Sequence[int]) -> dict[str, Any]:
             examples = [self._example(number, shapes) for number in samples]
             return {
-                **self._rest,
+                **{k: self._nested(v, samples[0]) for k, v in self._rest.items()},
                 **{key: torch.stack([example[key] for example in examples]) for key in shapes},
             }
 
         return batch
+
+    def _nested(self, value: Any, number: int) -> Any:
+        """A value that is no tensor, with other contents in the tensors inside it."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        highest = self._highest("labels", ())
+
+        def other(tensor: Tensor) -> Tensor:
+            if tensor.dtype.is_floating_point:  # boxes, in relative coordinates
+                drawn = torch.rand(tensor.shape, generator=generator) / 2 + 0.25
+            else:
+                drawn = torch.randint(highest, tensor.shape, generator=generator)
+            return drawn.to(tensor.dtype)
+
+        return pytree.tree_map_only(Tensor, other, value)
 
     def _length(self) -> int | None:
         """Length of the sequences in the structure; None for other inputs."""

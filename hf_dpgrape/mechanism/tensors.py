@@ -128,10 +128,12 @@ def sites_or_problems(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
     """Sites of all trainable tensors, and the reasons why some tensors or modules are refused."""
     names = {n for n, p in model.named_parameters() if p.requires_grad}
     sites, problems = find_sites(model, names)
-    for name, module in model.named_modules():
-        if reason := refusal(module):
-            problems[name] = reason
-    return sites, problems
+    return sites, problems | refused_modules(model)
+
+
+def refused_modules(model: nn.Module) -> dict[str, str]:
+    """Modules that no way of capture can train privately, and why."""
+    return {n: reason for n, module in model.named_modules() if (reason := refusal(module))}
 
 
 def report_tensors(

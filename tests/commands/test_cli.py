@@ -312,15 +312,17 @@ def test_config_without_architecture_needs_a_task(
     assert main(["check", str(tmp_path), "--task", "token-classification"]) == 0
 
 
-def test_check_refuses_what_the_trainer_refuses(
+def test_check_says_what_is_trained_one_example_at_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {**SIZES["roberta"], "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
     sizes["architectures"] = ["DebertaV2ForMaskedLM"]
     AutoConfig.for_model("deberta-v2", **sizes).save_pretrained(tmp_path / "deberta")
     code, report = check(capsys, str(tmp_path / "deberta"))
-    assert code == 1 and report["rehearsal"] == "refused"
-    assert any("pos_key_proj" in name for name in report["refused"])
+    assert code == 0 and not report["refused"]
+    assert report["rehearsal"].startswith("one example at a time: `")
+    assert "pos_key_proj" in report["rehearsal"]
+    assert any("pos_key_proj" in tensor["name"] for tensor in report["tensors"])
     code, report = check(capsys, str(tmp_path / "deberta"), "--no_rehearsal")
     assert code == 0 and report["rehearsal"] == "not done"
 

@@ -329,12 +329,12 @@ def test_compiled_models_are_refused(make_trainer: MakeTrainer, how: str) -> Non
     else:
         model.classifier.dense = torch.compile(model.classifier.dense)
     with pytest.raises(ValueError, match="Expected a model that is not compiled"):
-        make_trainer(model=model)
+        make_trainer(model=model, capture="batched")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_model_compiled_before_training_is_refused(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
+    trainer = make_trainer(capture="batched")
     trainer.model.compile()
     with pytest.raises(ValueError, match="Expected a model that is not compiled"):
         trainer.train()

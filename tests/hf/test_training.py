@@ -493,8 +493,9 @@ def test_refuses_float16_weights(make_trainer: MakeTrainer) -> None:
 
 
 def test_refuses_layers_that_hide_the_batch_before_training(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(model=make_model("deberta-v2", CLASSIFY).float())
-    with pytest.raises(ValueError, match="not broadcast"):
+    model = make_model("deberta-v2", CLASSIFY).float()
+    trainer = make_trainer(model=model, capture="batched")
+    with pytest.raises(ValueError, match=r"not broadcast.*set `capture=\"single\"`"):
         trainer.train()
 
 

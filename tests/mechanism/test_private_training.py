@@ -334,7 +334,9 @@ def test_a_model_that_mixes_examples_is_refused() -> None:
             return super().forward(x - x.mean(0))
 
     with pytest.raises(RefusedModelError, match="examples beside it"):
-        make_training(Mixing())
+        make_training(Mixing(), capture="batched")
+    assert make_training(Mixing()).capture == "single"
+    assert make_training().capture == "batched"
 
 
 def test_losses_that_are_not_the_models_own_are_refused() -> None:

@@ -16,6 +16,7 @@ from hf_dpgrape.commands.memory.tracking import Parts, num_bytes
 from hf_dpgrape.gradients.forms import Form, PerSampleGradients
 from hf_dpgrape.gradients.observation import observe_layouts
 from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.gradients.recording import BATCHED
 from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.hf.models import new_head
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
@@ -115,6 +116,7 @@ class _Measured(PrivateTraining):
             plan,
             PerSampleLoss(model),
             examples=range(plan.num_examples),
+            capture=BATCHED,
             collate=dict,  # no example is drawn: the batch is given
             rank=0 if full_space else setting.rank,
             head=new_head(model),
@@ -128,7 +130,7 @@ class _Measured(PrivateTraining):
         self.after_forward()
         return losses
 
-    def _recorder(self) -> _Watched:
+    def _recorder(self, capture: str) -> tuple[_Watched, bool]:
         """Sees the batch as shapes tell."""
         sites, problems = sites_or_problems(self.model)
         _refuse(self.model, problems)
@@ -140,7 +142,7 @@ class _Measured(PrivateTraining):
         layouts = observe_layouts(self.model, sites, forward)
         _refuse(self.model, {key: lay.problem for key, lay in layouts.items() if lay.problem})
         self.watched = _Watched(self.model, sites, self.projections, layouts, form=self._form)
-        return self.watched
+        return self.watched, False
 
 
 class PrivateMethod:
