@@ -332,7 +332,8 @@ def _default_groups(model: nn.Module, plan: PrivacyPlan, head: frozenset[str]) -
 
 def _refuse_unplanned_groups(groups: Mapping[str, str], plan: PrivacyPlan) -> None:
     """Refuses clip groups that have no share of the clip norm."""
-    planned = set(plan.clip_shares) - {LOSS}
+    of_the_loss = set() if plan.private_loss_bound is None else {LOSS}
+    planned = set(plan.clip_shares) - of_the_loss
     if unknown := sorted(set(groups.values()) - planned):
         raise ValueError(
             f"Expected clip groups that the plan's `clip_shares` have, {sorted(planned)}, got "
