@@ -7,6 +7,7 @@ rests on is wired here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -37,7 +38,7 @@ from hf_dpgrape.privacy.randomness import (
     secret_global_randomness,
 )
 from hf_dpgrape.subspace.parameters import Moments, Subspace
-from hf_dpgrape.subspace.projection import Scale
+from hf_dpgrape.subspace.projection import Projection, Scale
 
 _LEFT = "the loop was left before its planned steps"
 
@@ -61,6 +62,40 @@ class TaskLosses(Protocol):
 
     def settle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
         """Compares them with the model's own loss of one synthetic example; why they differ."""
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The arguments that determine every projection of a run, and what becomes of moments."""
+
+    rank: int
+    projection_scale: Scale
+    update_proj_gap: int
+    refresh_moments: Moments
+    seed: int
+
+    def projections(
+        self, model: nn.Module, head: frozenset[str], target_modules: TargetModules
+    ) -> dict[str, Projection]:
+        """The projection of every trainable tensor, by canonical name."""
+        return make_projections(
+            model,
+            rank=self.rank,
+            scale=self.projection_scale,
+            seed=self.seed,
+            head=head,
+            target_modules=target_modules,
+        )
+
+    def subspace(self, model: nn.Module, projections: Mapping[str, Projection]) -> Subspace:
+        """The trainable tensors with their stand-ins."""
+        return Subspace(
+            {name: p for name, p in model.named_parameters() if p.requires_grad},
+            projections,
+            update_proj_gap=self.update_proj_gap,
+            moments=self.refresh_moments,
+            seed=self.seed,
+        )
 
 
 class PrivateTraining:
@@ -150,29 +185,9 @@ class PrivateTraining:
         head = newly_initialized(model) if head is None else head
         groups = _default_groups(model, plan, head) if clip_groups is None else clip_groups
         _refuse_unplanned_groups(groups, plan)
-        self.projections = make_projections(
-            model,
-            rank=rank,
-            scale=projection_scale,
-            seed=seed,
-            head=head,
-            target_modules=target_modules,
-        )
-        self.subspace = Subspace(
-            {name: p for name, p in model.named_parameters() if p.requires_grad},
-            self.projections,
-            update_proj_gap=update_proj_gap,
-            moments=refresh_moments,
-            seed=seed,
-        )
-        self._facts = {
-            "rank": rank,
-            "projection_scale": projection_scale,
-            "update_proj_gap": update_proj_gap,
-            "refresh_moments": refresh_moments,
-            "seed": seed,
-            "shapes": {name: list(p.shape) for name, p in self.projections.items()},
-        }
+        self._space = _Space(rank, projection_scale, update_proj_gap, refresh_moments, seed)
+        self.projections = self._space.projections(model, head, target_modules)
+        self.subspace = self._space.subspace(model, self.projections)
         self.subspace.adopt(optimizer)
         self.subspace.start_at_(self.ledger.num_releases)
         self._private_step = PrivateStep(
@@ -251,7 +266,7 @@ class PrivateTraining:
             "reasons": list(self.ledger.reasons),
             "runs": [list(run) for run in self.ledger.runs],
             "plan": self.ledger.plan.to_dict(),
-            "projection": self._facts,
+            "projection": self._facts(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,7 +281,7 @@ class PrivateTraining:
         changed = self.ledger.plan.differences(PrivacyPlan.from_dict(state["plan"]))
         changed += [
             f"`{name}` was {state['projection'][name]}, is now {value}"
-            for name, value in self._facts.items()
+            for name, value in self._facts().items()
             if state["projection"][name] != value
         ]
         if changed:
@@ -278,6 +293,11 @@ class PrivateTraining:
         earlier = [(sigma, prob, steps) for sigma, prob, steps in state["runs"][:-1]]
         self.ledger.resume(state["num_releases"], reasons=state["reasons"], earlier_runs=earlier)
         self.subspace.start_at_(self.ledger.num_releases)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the optimizer's state depends on."""
+        shapes = {name: list(p.shape) for name, p in self.projections.items()}
+        return {**asdict(self._space), "shapes": shapes}
 
     # ---- The rehearsal ---------------------------------------------------------------------
 
@@ -332,7 +352,8 @@ def _default_groups(model: nn.Module, plan: PrivacyPlan, head: frozenset[str]) -
 
 def _refuse_unplanned_groups(groups: Mapping[str, str], plan: PrivacyPlan) -> None:
     """Refuses clip groups that have no share of the clip norm."""
-    planned = set(plan.clip_shares) - {LOSS}
+    of_the_loss = set() if plan.private_loss_bound is None else {LOSS}
+    planned = set(plan.clip_shares) - of_the_loss
     if unknown := sorted(set(groups.values()) - planned):
         raise ValueError(
             f"Expected clip groups that the plan's `clip_shares` have, {sorted(planned)}, got "

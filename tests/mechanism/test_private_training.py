@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from hf_dpgrape import PerSampleLoss, PrivacyPlan, PrivateTraining, RunLedger
 from hf_dpgrape.mechanism.checks import RefusedModelError
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
-from hf_dpgrape.privacy.plan import BODY, HEAD
+from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS
 from hf_dpgrape.privacy.randomness import SecretSource
 
 NUM_EXAMPLES = 30
@@ -319,6 +319,15 @@ def test_a_group_without_a_share_is_refused() -> None:
     groups = {"first.weight": "first", "first.bias": BODY, "out.weight": BODY, "out.bias": BODY}
     with pytest.raises(ValueError, match=r"have, \['body'\], got `first` and 0 more"):
         make_training(clip_groups=groups)
+
+
+def test_the_share_of_a_released_loss_is_no_group_of_tensors() -> None:
+    groups = dict.fromkeys(("first.weight", "first.bias", "out.weight"), BODY) | {"out.bias": LOSS}
+    shares = {BODY: 0.8, LOSS: 0.6}
+    make_training(clip_groups=groups, plan=make_plan(clip_shares=shares))
+    released = make_plan(clip_shares=shares, private_loss_bound=2.0)
+    with pytest.raises(ValueError, match="got `loss` and 0 more"):
+        make_training(clip_groups=groups, plan=released)
 
 
 def test_a_wrapped_model_is_refused() -> None:
