@@ -30,7 +30,7 @@ from hf_dpgrape.mechanism.tensors import (
     newly_initialized,
     refuse_other_tensors,
 )
-from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict, run_to_dict
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
     SecretSource,
@@ -264,7 +264,7 @@ class PrivateTraining:
         return {
             "num_releases": self.ledger.num_releases,
             "reasons": list(self.ledger.reasons),
-            "runs": [list(run) for run in self.ledger.runs],
+            "runs": [run_to_dict(run) for run in self.ledger.runs],
             "plan": self.ledger.plan.to_dict(),
             "projection": self._facts(),
         }
@@ -290,7 +290,7 @@ class PrivateTraining:
                 f"{'; '.join(changed)}. Restore these, or start a new run (whose epsilon adds to "
                 "what was spent)."
             )
-        earlier = [(sigma, prob, steps) for sigma, prob, steps in state["runs"][:-1]]
+        earlier = [run_from_dict(run) for run in state["runs"][:-1]]
         self.ledger.resume(state["num_releases"], reasons=state["reasons"], earlier_runs=earlier)
         self.subspace.start_at_(self.ledger.num_releases)
 
