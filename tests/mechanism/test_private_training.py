@@ -22,6 +22,7 @@ from hf_dpgrape.mechanism.checks import RefusedModelError
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS
 from hf_dpgrape.privacy.randomness import SecretSource
+from hf_dpgrape.privacy.sampling.poisson import Poisson
 
 NUM_EXAMPLES = 30
 
@@ -190,7 +191,7 @@ def test_a_continued_run_goes_on_counting() -> None:
 
 
 def test_reasons_and_earlier_runs_are_continued() -> None:
-    earlier = RunLedger(make_plan(), earlier_runs=[(1.5, 0.1, 7)])
+    earlier = RunLedger(make_plan(), earlier_runs=[(1.5, Poisson(sampling_prob=0.1), 7)])
     training = make_training(ledger=earlier)
     for batch in training.batches():
         training.step(batch)
