@@ -1,7 +1,7 @@
 """Per-sample gradients of one tensor, in three forms behind one small interface.
 
 Shapes: B samples, T positions inside a sample, a tensor seen as a matrix of m rows and n columns
-(either side already projected). Norms are upper bounds of what is added to a sum, see `norm_bounds`.
+(either side already projected). Norms are rounded up, see `norm_bounds`.
 
 * `Dense`: the gradients themselves, (B, *shape).
 * `Outer`: two factors per sample, `rows` (B, T, m) and `columns` (B, T, n); gradient i is

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-
 #: Numbers drawn at a time: bounds the memory that noise takes beside the sum.
 _CHUNK = 2**20
 
@@ -18,13 +17,13 @@ def add_gaussian_noise_(
     """Adds independent N(0, noise_stddev**2) to every coordinate, in place.
 
     The noise is drawn in float64, whatever the sums are, and rounded once, when it is added. torch
-    draws normal numbers by the method of Box and Muller: their radius is `sqrt(-2 log(v))` for a
-    uniform v, and no pair goes further than the smallest v. In float32 that is 2^-24 on a CPU, hence
-    5.77 standard deviations, within reach of a clipped gradient. In float64 it is 2^-53, hence 8.57.
+    draws pairs of normal numbers by the method of Box and Muller: their radius is `sqrt(-2 log(v))`
+    for a uniform v, so no pair goes further than the smallest v allows. In float32 that is 2^-24 on
+    a CPU, hence 5.77 standard deviations, within reach of a run's draws. In float64 it is 2^-53 (on
+    CUDA 2^-54), hence 8.57: what an output beyond tells is bounded in docs/privacy.md.
 
     Guarantees:
-        The noise has the tails of a normal distribution up to 8.57 standard deviations; the sums
-        must be float32 or float64. Memory beside the sums is that of 2**20 numbers.
+        Draws are float64 and pass 5.77 standard deviations as often as a normal distribution does.
 
     Args:
         tensors: the parts of the summed, clipped gradient.
@@ -40,7 +39,7 @@ def add_gaussian_noise_(
             raise TypeError(f"Noise needs a float32 or float64 sum, got {tensor.dtype}.")
         if noise_stddev > 0:
             flat = tensor.reshape(-1)
-            for chunk in flat.split(_CHUNK):
+            for chunk in torch.split(flat, _CHUNK):
                 noise = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device)
                 chunk.add_(noise.normal_(0.0, noise_stddev, generator=generator))
             tensor.copy_(flat.view_as(tensor))  # where the sum was not contiguous, flat is a copy
