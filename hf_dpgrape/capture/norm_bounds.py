@@ -22,7 +22,7 @@ D = sum |d_t| and X = sum |x_t|, sums and norms rounded up:
 * |G| <= S. With one position this is an equality.
 * The Gram form N = sum over t, s of (d_t . d_s)(x_t . x_s) is the square of |G|. Its inner products
   are off by at most gamma |d_t||d_s| + 2 m eta and gamma |x_t||x_s| + 2 n eta (gamma_256, as blocks
-  are added in float64), so N is off by at most (2 gamma + gamma^2) S^2 + 8 eta (m X^2 + n D^2), plus
+  are added in float64), so N by at most (2 gamma + gamma^2) S^2 + 8 eta (m X^2 + n D^2), plus
   float64's share. When terms cancel, N may be far below S^2 and the error is all there is: it is
   added to N, not neglected.
 * What is added is sum of (c d_t) x_t^T, rounded: off by at most gamma_(T+1) c S, and one rounding

@@ -163,12 +163,14 @@ def test_precision_settings_change_nothing(form: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_columns_that_16_bits_round_up(precision: str) -> None:
-    # In bfloat16 1 + 3/1024 becomes 1 + 4/1024; the matrix is large enough for oneDNN to do it.
-    columns = torch.full((1, 128, 768), 1 + 3 / 1024)
+def test_weights_that_16_bits_round_up(precision: str) -> None:
+    # In bfloat16, 1 + 3/1024 becomes 1, which makes the norm too small and the weight too large;
+    # weight times value, near 1 + 5.5/1024 times a power of two, becomes 1 + 8/1024 times it. The
+    # matrices are large enough for oneDNN to multiply them in bfloat16 if it may.
+    outer = Outer(torch.full((1, 128, 768), 1 + 3 / 1024), torch.ones(1, 128, 768))
+    bound = 128 * 768 * 2**-17 * (1 + 2.5 / 1024)
     with PRECISIONS[precision]():
-        reached = added({"w": [Outer(random(1, 128, 768), columns)]})
-    assert 0.99 * C < reached <= C
+        assert 0.99 * bound < added({"w": [outer]}, bound=bound) <= bound
 
 
 @pytest.mark.parametrize("precision", ["medium", "bf16"])
