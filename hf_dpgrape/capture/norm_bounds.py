@@ -115,9 +115,9 @@ class Sizes(NamedTuple):
         return Sizes(both, left, right, self.num_positions + other.num_positions, self.shape)
 
 
-def dense_bound(values: Tensor, sum_like: Tensor) -> Tensor:
+def dense_bound(values: Tensor, like: Tensor) -> Tensor:
     """Bounds (B,) on what gradients (B, N) add to a sum, over the weight."""
-    return squares(values).sqrt() * (1 + gamma(4, Arithmetic.of(values, sum_like).unit))
+    return squares(values).sqrt() * (1 + gamma(4, Arithmetic.of(values, like).unit))
 
 
 def factors_bound(gram_form: Tensor, sizes: Sizes, num_parts: int, precision: Arithmetic) -> Tensor:
