@@ -9,9 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpgrape.privacy.accounting import Run
 from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.privacy.sampling.table import sampling_of
 
 if TYPE_CHECKING:
     from hf_dpgrape.subspace.projection import Projection
@@ -113,21 +111,6 @@ def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
         or earlier.get("raw_metrics_were_logged", False),
         **({"dpmup": dpmup} if dpmup else {}),
     }
-
-
-def run_to_dict(run: Run) -> dict[str, Any]:
-    """A run in the record of several, as plain data."""
-    noise_multiplier, sampling, num_steps = run
-    return {
-        "noise_multiplier": noise_multiplier,
-        **sampling.numbers(),
-        "num_steps": num_steps,
-    }
-
-
-def run_from_dict(data: Mapping[str, Any]) -> Run:
-    """The run that `run_to_dict` wrote."""
-    return data["noise_multiplier"], sampling_of(data), data["num_steps"]
 
 
 def counts_in_full(record: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Per-sample gradients of one tensor, in three forms behind one small interface.
 
 Shapes: B samples, T positions inside a sample, a tensor seen as a matrix of m rows and n columns
-(either side already projected). Norms are upper bounds of what is added to a sum (`norm_bounds`).
+(either side already projected). Norms are rounded up, see `norm_bounds`.
 
 * `Dense`: the gradients themselves, (B, *shape).
 * `Outer`: two factors per sample, `rows` (B, T, m) and `columns` (B, T, n); gradient i is
@@ -162,9 +162,9 @@ def _factor_inner(a: Outer | Scatter, b: Outer | Scatter) -> Tensor:
     return gram(*_same(a.rows, b.rows)).mul_(gram(*_same(a.columns, b.columns))).sum((1, 2))
 
 
-def _bound_of_factors(parts: Sequence[Outer | Scatter], sum_like: Tensor) -> Tensor:
+def _bound_of_factors(parts: Sequence[Outer | Scatter], like: Tensor) -> Tensor:
     """Bounds (B,) on what the total of some parts adds to a sum, over the weight."""
-    total, sizes = torch.zeros((), dtype=torch.float64, device=sum_like.device), parts[0].sizes()
+    total, sizes = torch.zeros((), dtype=torch.float64, device=like.device), parts[0].sizes()
     for i, a in enumerate(parts):
         sizes = sizes if i == 0 else sizes + a.sizes()
         total = total + _factor_inner(a, a)
@@ -172,7 +172,7 @@ def _bound_of_factors(parts: Sequence[Outer | Scatter], sum_like: Tensor) -> Ten
             total = total + 2 * _factor_inner(a, b)
     floats = [part.columns if isinstance(part, Outer) else part.values for part in parts]
     floats += [part.rows for part in parts if isinstance(part, Outer)]
-    return factors_bound(total, sizes, len(parts), Arithmetic.of(sum_like, *floats))
+    return factors_bound(total, sizes, len(parts), Arithmetic.of(like, *floats))
 
 
 WhenComplete = Callable[["PerSampleGradients", str], None]
@@ -246,7 +246,7 @@ class PerSampleGradients:
             for part in parts:
                 yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
-    def squared_norms(self, names: Iterable[str], sum_like: Tensor) -> Tensor:
+    def squared_norms(self, names: Iterable[str], like: Tensor) -> Tensor:
         """Squared norms (B,) in float64 of the joint gradients of some tensors, rounded up.
 
         Guarantees:
@@ -256,21 +256,21 @@ class PerSampleGradients:
 
         Args:
             names: the tensors; absent ones count as zero.
-            sum_like: a tensor of the device and dtype of the sums.
+            like: a tensor of the device and dtype of the sums.
         """
-        total = torch.zeros(self.batch_size, dtype=torch.float64, device=sum_like.device)
-        with full_float32(sum_like.device):
+        total = torch.zeros(self.batch_size, dtype=torch.float64, device=like.device)
+        with full_float32(like.device):
             for name in names:
                 if self._parts.get(name):
-                    total += self._bound(name, sum_like).square()
+                    total += self._bound(name, like).square()
         return total
 
-    def _bound(self, name: str, sum_like: Tensor) -> Tensor:
+    def _bound(self, name: str, like: Tensor) -> Tensor:
         parts = self._parts[name]
         if isinstance(parts[0], Dense):
-            return dense_bound(_wide(parts[0].values).flatten(1), sum_like)
+            return dense_bound(_wide(parts[0].values).flatten(1), like)
         factors = [part for part in parts if not isinstance(part, Dense)]
-        return _bound_of_factors(factors, sum_like)
+        return _bound_of_factors(factors, like)
 
     def dense(self, name: str) -> Tensor | None:
         """The materialized per-sample gradients (B, *shape) of one tensor, or None if absent."""

@@ -13,17 +13,18 @@ Sums over many terms are therefore taken in blocks of at most `BLOCK` = 256 term
 added in float64, whose own roundings enter in the same way with u = 2^-53.
 
 A vector's square. Norms of blocks are taken in the vector's precision (256 products, 255 additions
-and a root, squared again in float64), their squares are added in float64 to Q. The true square is
-at most (Q + 2 N eta) (1 + gamma_260) for N entries (`squares`).
+and a root, squared again in float64), their squares are added in float64 to Q. All terms are
+positive, so the true square is at most (Q + 2 N eta) (1 + gamma_260) for N entries (`squares`).
 
 Factors. G = sum over t of d_t x_t^T, with m entries in d_t and n in x_t. With S = sum |d_t| |x_t|,
 D = sum |d_t| and X = sum |x_t|, sums and norms rounded up:
 
 * |G| <= S. With one position this is an equality.
-* The Gram form N = sum over t, s of (d_t . d_s)(x_t . x_s) is the square of |G|. Each inner
-  product is off by at most gamma |d_t||d_s| + 2 m eta and gamma |x_t||x_s| + 2 n eta, so N is off
-  by at most (2 gamma + gamma^2) S^2 + 8 eta (m X^2 + n D^2), plus float64's share. When the terms
-  cancel, N may be far below S^2 and the error is all there is; it is added, not neglected.
+* The Gram form N = sum over t, s of (d_t . d_s)(x_t . x_s) is the square of |G|. Its inner products
+  are off by at most gamma |d_t||d_s| + 2 m eta and gamma |x_t||x_s| + 2 n eta (gamma_256, as blocks
+  are added in float64), so N by at most (2 gamma + gamma^2) S^2 + 8 eta (m X^2 + n D^2), plus
+  float64's share. When terms cancel, N may be far below S^2 and the error is all there is: it is
+  added to N, not neglected.
 * What is added is sum of (c d_t) x_t^T, rounded: off by at most gamma_(T+1) c S, and one rounding
   more for each time that something is added to the sum; and by eta (sqrt(m) X + 2 T sqrt(m n)) for
   underflow, which the factor c does not shrink. A sample in which the latter exceeds 2^-70 gets the
@@ -77,7 +78,7 @@ def squares(vectors: Tensor) -> Tensor:
     size, (unit, smallest) = vectors.shape[-1], Arithmetic.of(vectors)
     whole = size - size % BLOCK
     blocks = vectors[..., :whole].reshape(*vectors.shape[:-1], -1, BLOCK)
-    total = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(-1)
+    total: Tensor = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(-1)
     total += torch.linalg.vector_norm(vectors[..., whole:], dim=-1).double().square()
     up = (1 + gamma(BLOCK + 4, unit)) * (1 + gamma(size // BLOCK + 8, _FLOAT64))
     bounds: Tensor = (total + 2 * size * smallest) * up
@@ -115,9 +116,9 @@ class Sizes(NamedTuple):
         return Sizes(both, left, right, self.num_positions + other.num_positions, self.shape)
 
 
-def dense_bound(values: Tensor, sum_like: Tensor) -> Tensor:
+def dense_bound(values: Tensor, like: Tensor) -> Tensor:
     """Bounds (B,) on what gradients (B, N) add to a sum, over the weight."""
-    return squares(values).sqrt() * (1 + gamma(4, Arithmetic.of(values, sum_like).unit))
+    return squares(values).sqrt() * (1 + gamma(4, Arithmetic.of(values, like).unit))
 
 
 def factors_bound(gram_form: Tensor, sizes: Sizes, num_parts: int, precision: Arithmetic) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -24,13 +23,14 @@ def full_float32(device: torch.device) -> Iterator[None]:
     Args:
         device: where the operands are.
     """
-    libraries: list[Any] = [
-        getattr(getattr(torch.backends, name), "matmul", None) for name in _LIBRARIES
+    newer = [
+        settings
+        for settings in (getattr(getattr(torch.backends, name), "matmul", 0) for name in _LIBRARIES)
+        if hasattr(settings, "fp32_precision")
     ]
-    newer = [library for library in libraries if hasattr(library, "fp32_precision")]
-    before = [library.fp32_precision for library in newer]
-    for library in newer:
-        library.fp32_precision = "ieee"
+    before = [settings.fp32_precision for settings in newer]
+    for settings in newer:
+        settings.fp32_precision = "ieee"
     older = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -38,8 +38,8 @@ def full_float32(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(older)
-        for library, precision in zip(newer, before, strict=True):
+        for settings, precision in zip(newer, before, strict=True):
             # Reading gives what is in force, which may come from a setting for all libraries.
-            library.fp32_precision = "none"
-            if library.fp32_precision != precision:
-                library.fp32_precision = precision
+            settings.fp32_precision = "none"
+            if settings.fp32_precision != precision:
+                settings.fp32_precision = precision

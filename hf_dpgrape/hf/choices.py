@@ -10,9 +10,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl
 from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer_utils import HPSearchBackend, SaveStrategy
 
-from hf_dpgrape.artifacts.record import finite, run_to_dict
+from hf_dpgrape.artifacts.record import finite
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.ledger import RunLedger, run_to_dict
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hf_dpgrape.artifacts.record import read_record, run_from_dict
+from hf_dpgrape.artifacts.record import read_record
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.privacy.accounting import Run
-from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
 _ADVICE = "Restore these arguments, or start a new run (whose epsilon adds to what was spent)."

@@ -7,6 +7,7 @@ rests on is wired here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,7 +25,7 @@ from hf_dpgrape.mechanism.tensors import (
     newly_initialized,
     refuse_other_tensors,
 )
-from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict, run_to_dict
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
     SecretSource,
@@ -32,7 +33,7 @@ from hf_dpgrape.privacy.randomness import (
     secret_global_randomness,
 )
 from hf_dpgrape.subspace.parameters import Moments, Subspace
-from hf_dpgrape.subspace.projection import Scale
+from hf_dpgrape.subspace.projection import Projection, Scale
 
 _LEFT = "the loop was left before its planned steps"
 
@@ -64,6 +65,40 @@ class OffersOwnLoss(Protocol):
 
     def take_own_(self) -> None:
         """From now on the loss is the model's own, of one example at a time."""
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The arguments that determine every projection of a run, and what becomes of moments."""
+
+    rank: int
+    projection_scale: Scale
+    update_proj_gap: int
+    refresh_moments: Moments
+    seed: int
+
+    def projections(
+        self, model: nn.Module, head: frozenset[str], target_modules: TargetModules
+    ) -> dict[str, Projection]:
+        """The projection of every trainable tensor, by canonical name."""
+        return make_projections(
+            model,
+            rank=self.rank,
+            scale=self.projection_scale,
+            seed=self.seed,
+            head=head,
+            target_modules=target_modules,
+        )
+
+    def subspace(self, model: nn.Module, projections: Mapping[str, Projection]) -> Subspace:
+        """The trainable tensors with their stand-ins."""
+        return Subspace(
+            {name: p for name, p in model.named_parameters() if p.requires_grad},
+            projections,
+            update_proj_gap=self.update_proj_gap,
+            moments=self.refresh_moments,
+            seed=self.seed,
+        )
 
 
 class PrivateTraining:
@@ -162,29 +197,9 @@ class PrivateTraining:
         head = newly_initialized(model) if head is None else head
         groups = _default_groups(model, plan, head) if clip_groups is None else clip_groups
         _refuse_unplanned_groups(groups, plan)
-        self.projections = make_projections(
-            model,
-            rank=rank,
-            scale=projection_scale,
-            seed=seed,
-            head=head,
-            target_modules=target_modules,
-        )
-        self.subspace = Subspace(
-            {name: p for name, p in model.named_parameters() if p.requires_grad},
-            self.projections,
-            update_proj_gap=update_proj_gap,
-            moments=refresh_moments,
-            seed=seed,
-        )
-        self._facts = {
-            "rank": rank,
-            "projection_scale": projection_scale,
-            "update_proj_gap": update_proj_gap,
-            "refresh_moments": refresh_moments,
-            "seed": seed,
-            "shapes": {name: list(p.shape) for name, p in self.projections.items()},
-        }
+        self._space = _Space(rank, projection_scale, update_proj_gap, refresh_moments, seed)
+        self.projections = self._space.projections(model, head, target_modules)
+        self.subspace = self._space.subspace(model, self.projections)
         self.subspace.adopt(optimizer)
         self.subspace.start_at_(self.ledger.num_releases)
         recorder, is_single = self._recorder(capture)
@@ -265,9 +280,9 @@ class PrivateTraining:
         return {
             "num_releases": self.ledger.num_releases,
             "reasons": list(self.ledger.reasons),
-            "runs": [list(run) for run in self.ledger.runs],
+            "runs": [run_to_dict(run) for run in self.ledger.runs],
             "plan": self.ledger.plan.to_dict(),
-            "projection": self._facts,
+            "projection": self._facts(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,7 +297,7 @@ class PrivateTraining:
         changed = self.ledger.plan.differences(PrivacyPlan.from_dict(state["plan"]))
         changed += [
             f"`{name}` was {state['projection'][name]}, is now {value}"
-            for name, value in self._facts.items()
+            for name, value in self._facts().items()
             if state["projection"][name] != value
         ]
         if changed:
@@ -291,9 +306,14 @@ class PrivateTraining:
                 f"{'; '.join(changed)}. Restore these, or start a new run (whose epsilon adds to "
                 "what was spent)."
             )
-        earlier = [(sigma, prob, steps) for sigma, prob, steps in state["runs"][:-1]]
+        earlier = [run_from_dict(run) for run in state["runs"][:-1]]
         self.ledger.resume(state["num_releases"], reasons=state["reasons"], earlier_runs=earlier)
         self.subspace.start_at_(self.ledger.num_releases)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the optimizer's state depends on."""
+        shapes = {name: list(p.shape) for name, p in self.projections.items()}
+        return {**asdict(self._space), "shapes": shapes}
 
     # ---- The rehearsal ---------------------------------------------------------------------
 
@@ -357,7 +377,8 @@ def _default_groups(model: nn.Module, plan: PrivacyPlan, head: frozenset[str]) -
 
 def _refuse_unplanned_groups(groups: Mapping[str, str], plan: PrivacyPlan) -> None:
     """Refuses clip groups that have no share of the clip norm."""
-    planned = set(plan.clip_shares) - {LOSS}
+    of_the_loss = set() if plan.private_loss_bound is None else {LOSS}
+    planned = set(plan.clip_shares) - of_the_loss
     if unknown := sorted(set(groups.values()) - planned):
         raise ValueError(
             f"Expected clip groups that the plan's `clip_shares` have, {sorted(planned)}, got "

@@ -12,8 +12,8 @@ _AUTOMATIC_GAMMA = 0.01
 
 #: Clip slightly below the bound. This pays for what is too small to be followed term by term: the
 #: roundings of a few float64 operations here and in the norms, the absolute errors of numbers that
-#: underflow (2^-70 a tensor, against bounds of at least 1e-12), and clip shares whose squares sum
-#: to 1 within 1e-9. The factor itself is rounded down.
+#: underflow (2^-70 a tensor, so 2^-60 for a million of them, against bounds of at least 1e-12), and
+#: clip shares whose squares sum to 1 within 1e-9. The factor itself is rounded down.
 _ROUNDING_MARGIN = 1e-6
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from hf_dpgrape.privacy.accounting import Run, composed_epsilon
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.sampling.base import Accountant
+from hf_dpgrape.privacy.sampling.table import sampling_of
 
 
 class RunLedger:
@@ -191,3 +193,18 @@ def _require_planned(num_releases: int, plan: PrivacyPlan) -> None:
             f"`num_releases` must be between 0 and the {plan.num_steps} planned steps, got "
             f"{num_releases}."
         )
+
+
+def run_to_dict(run: Run) -> dict[str, Any]:
+    """A run in the record of several, as plain data."""
+    noise_multiplier, sampling, num_steps = run
+    return {
+        "noise_multiplier": noise_multiplier,
+        **sampling.numbers(),
+        "num_steps": num_steps,
+    }
+
+
+def run_from_dict(data: Mapping[str, Any]) -> Run:
+    """The run that `run_to_dict` wrote."""
+    return data["noise_multiplier"], sampling_of(data), data["num_steps"]

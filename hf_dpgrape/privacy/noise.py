@@ -17,14 +17,13 @@ def add_gaussian_noise_(
     """Adds independent N(0, noise_stddev**2) to every coordinate, in place.
 
     The noise is drawn in float64, whatever the sums are, and rounded once, when it is added. torch
-    draws normal numbers by the method of Box and Muller: their radius is `sqrt(-2 log(v))` for a
-    uniform v, and no pair goes further than the smallest v. In float32 that is 2^-24 on a CPU,
-    hence 5.77 standard deviations, within reach of a clipped gradient. In float64 it is 2^-53,
-    hence 8.57.
+    draws pairs of normal numbers by the method of Box and Muller: their radius is `sqrt(-2 log(v))`
+    for a uniform v, so no pair goes further than the smallest v allows. In float32 that is 2^-24 on
+    a CPU, hence 5.77 standard deviations, within reach of a run's draws. In float64 it is 2^-53 (on
+    CUDA 2^-54), hence 8.57: what an output beyond tells is bounded in docs/privacy.md.
 
     Guarantees:
-        The noise has the tails of a normal distribution up to 8.57 standard deviations; the sums
-        must be float32 or float64. Memory beside the sums is that of 2**20 numbers.
+        Draws are float64 and pass 5.77 standard deviations as often as a normal distribution does.
 
     Args:
         tensors: the parts of the summed, clipped gradient.

@@ -22,8 +22,8 @@ HEAD = "head"
 LOSS = "loss"
 
 #: Bounds of a clip group for which float32 arithmetic is sound. Squares of a gradient's entries
-#: underflow below 2^-126, so the norm of 2^33 entries is known up to 2^-46.5 or 1e-14, which must
-#: be little beside the bound. Sums over all examples and their squares must not overflow at 3e38.
+#: underflow below 2^-126, so the norm of 2^33 entries is known up to 2^-46 or 1e-14, which must be
+#: little beside the bound. Sums over a logical batch and their squares must not overflow at 3e38.
 CLIP_NORMS = (1e-12, 1e12)
 #: Epsilon above which a warning is due: the bound on odds is then beyond 4e8 to 1.
 _MOST_MEANINGFUL_EPSILON = 20.0

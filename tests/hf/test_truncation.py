@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest_trainer import NUM_EXAMPLES, MakeTrainer
 
-from hf_dpgrape.artifacts.record import run_from_dict, run_to_dict
+from hf_dpgrape.privacy.ledger import run_from_dict, run_to_dict
 from hf_dpgrape.privacy.sampling.truncated_poisson import TruncatedPoisson
 
 BOUND = 11

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from hf_dpgrape import PerSampleLoss, PrivacyPlan, PrivateTraining, RunLedger
 from hf_dpgrape.mechanism.checks import RefusedModelError
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
-from hf_dpgrape.privacy.plan import BODY, HEAD
+from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS
 from hf_dpgrape.privacy.randomness import SecretSource
+from hf_dpgrape.privacy.sampling.poisson import Poisson
 
 NUM_EXAMPLES = 30
 
@@ -190,7 +191,7 @@ def test_a_continued_run_goes_on_counting() -> None:
 
 
 def test_reasons_and_earlier_runs_are_continued() -> None:
-    earlier = RunLedger(make_plan(), earlier_runs=[(1.5, 0.1, 7)])
+    earlier = RunLedger(make_plan(), earlier_runs=[(1.5, Poisson(sampling_prob=0.1), 7)])
     training = make_training(ledger=earlier)
     for batch in training.batches():
         training.step(batch)
@@ -319,6 +320,15 @@ def test_a_group_without_a_share_is_refused() -> None:
     groups = {"first.weight": "first", "first.bias": BODY, "out.weight": BODY, "out.bias": BODY}
     with pytest.raises(ValueError, match=r"have, \['body'\], got `first` and 0 more"):
         make_training(clip_groups=groups)
+
+
+def test_the_share_of_a_released_loss_is_no_group_of_tensors() -> None:
+    groups = dict.fromkeys(("first.weight", "first.bias", "out.weight"), BODY) | {"out.bias": LOSS}
+    shares = {BODY: 0.8, LOSS: 0.6}
+    make_training(clip_groups=groups, plan=make_plan(clip_shares=shares))
+    released = make_plan(clip_shares=shares, private_loss_bound=2.0)
+    with pytest.raises(ValueError, match="got `loss` and 0 more"):
+        make_training(clip_groups=groups, plan=released)
 
 
 def test_a_wrapped_model_is_refused() -> None:
