@@ -43,7 +43,7 @@ SAMPLING = (
         {"generator=source.generator(),": "generator=torch.Generator().manual_seed(42),"},
         (
             "mechanism/test_private_training.py"
-            "::test_a_public_seed_decides_neither_sample_nor_noise",
+            "::test_a_public_seed_alone_does_not_decide_who_is_drawn",
         ),
     ),
     Fault(
@@ -76,7 +76,7 @@ SAMPLING = (
         "every process draws among the same examples",
         "mechanism/logical_batches.py",
         {"rank=distributed.get_rank() if parallel else 0,": "rank=0,"},
-        ("hf/test_processes.py::test_two_processes_draw_every_example_at_the_planned_rate",),
+        ("mechanism/test_noise_over_processes.py::test_every_example_is_drawn_by_one_process",),
     ),
     Fault(
         "a sample that is cut keeps the first examples",
@@ -179,7 +179,7 @@ GRADIENTS = (
     Fault(
         "reduced precision in the norms",
         "gradients/forms.py",
-        {"with full_float32(sum_like.device):": "if True:"},
+        {"with full_float32(like.device):": "if True:"},
         ("gradients/test_gradients.py::test_precision_settings_change_nothing",),
     ),
     Fault(
@@ -198,7 +198,7 @@ GRADIENTS = (
         "norms without the margin for roundings of the sum",
         "gradients/norm_bounds.py",
         {" + gamma(positions + num_parts + 2, unit) * total": ""},
-        ("gradients/test_gradients.py::test_cancelling_positions_are_within_the_bound",),
+        ("gradients/test_gradients.py::test_long_sums_that_round_up_are_within_the_bound",),
     ),
     Fault(
         "rows of a layer not checked",
@@ -208,13 +208,13 @@ GRADIENTS = (
                 "return True"
             )
         },
-        ("hf/test_one_example.py::test_planted_faults",),
+        ("gradients/test_recorder.py::test_other_rows_than_observed_are_refused",),
     ),
     Fault(
         "buffers not watched",
         "gradients/recorder.py",
         {"stack.enter_context(unmoved_buffers(self._model))": "pass"},
-        ("hf/test_one_example.py::test_planted_faults",),
+        ("gradients/test_recorder.py::test_a_buffer_that_moves_is_refused",),
     ),
     Fault(
         "what the rehearsal finds is ignored",
@@ -284,9 +284,9 @@ CLIPPING = (
         ("privacy/test_plan.py::test_refusals",),
     ),
     Fault(
-        "clip factors rounded to the nearest",
+        "clip factors without the margin for their own roundings",
         "privacy/clipping.py",
-        {"factors = (factors * (1 - info.eps)).to(dtype)": "factors = factors.to(dtype)"},
+        {"    bound *= 1 - _ROUNDING_MARGIN\n": ""},
         ("privacy/test_clipping.py::test_factors_are_rounded_down",),
     ),
     Fault(
@@ -325,7 +325,10 @@ NOISE = (
                 "        for _ in logical_batch:\n            self._add_noise_once_(released)"
             )
         },
-        ("hf/test_training.py::test_one_noise_draw_per_step",),
+        (
+            "mechanism/test_private_step.py::test_noise_once_with_public_divisor",
+            "hf/test_training.py::test_one_noise_draw_per_step",
+        ),
     ),
     Fault(
         "no noise where no example was drawn",
@@ -335,7 +338,10 @@ NOISE = (
                 "        if logical_batch:\n            self._add_noise_once_(released)"
             )
         },
-        ("hf/test_training.py::test_update_without_examples_is_noise_of_the_planned_size",),
+        (
+            "mechanism/test_private_step.py::test_noise_once_with_public_divisor",
+            "hf/test_training.py::test_update_without_examples_is_noise_of_the_planned_size",
+        ),
     ),
     Fault(
         "noise by every process",
@@ -357,7 +363,10 @@ NOISE = (
                 "return self.noise_multiplier * self.l2_clip_norm / len(self.clip_shares) ** 0.5"
             )
         },
-        ("mechanism/test_private_step.py::test_noise_once_with_public_divisor",),
+        (
+            "mechanism/test_private_step.py"
+            "::test_noise_of_every_group_is_that_of_the_whole_clip_norm",
+        ),
     ),
     Fault(
         "noise of each group by its share of the clip norm",
@@ -368,18 +377,31 @@ NOISE = (
                 "                    * min(self.ledger.plan.clip_shares.values()),"
             )
         },
-        ("mechanism/test_private_step.py::test_noise_once_with_public_divisor",),
+        (
+            "mechanism/test_private_step.py"
+            "::test_noise_of_every_group_is_that_of_the_whole_clip_norm",
+        ),
     ),
     Fault(
         "the same noise for all tensors",
         "mechanism/private_step.py",
-        {"if total.device not in generators:": "if True:"},
-        ("mechanism/test_private_step.py::test_noise_once_with_public_divisor",),
+        {
+            "generator=generators[total.device],": (
+                "generator=generators[total.device].manual_seed(\n"
+                "                        generators[total.device].initial_seed()\n"
+                "                    ),"
+            )
+        },
+        ("mechanism/test_private_step.py::test_no_two_coordinates_share_their_noise",),
     ),
     Fault(
         "noise drawn in float32",
         "privacy/noise.py",
-        {"torch.empty(chunk.shape, dtype=torch.float64": "torch.empty(chunk.shape, dtype=torch.float32"},
+        {
+            "torch.empty(chunk.shape, dtype=torch.float64": (
+                "torch.empty(chunk.shape, dtype=torch.float32"
+            )
+        },
         ("privacy/test_noise.py::test_noise_is_drawn_in_float64_and_rounded_once",),
     ),
     Fault(
@@ -394,10 +416,7 @@ NOISE = (
                 "def _add_noise_once_(self, sums: Sequence[Tensor], step: int) -> None:"
             ),
         },
-        (
-            "mechanism/test_private_training.py"
-            "::test_a_public_seed_decides_neither_sample_nor_noise",
-        ),
+        ("mechanism/test_private_training.py::test_a_public_seed_alone_does_not_decide_the_noise",),
     ),
     Fault(
         "noise from a generator that is seeded alike at every step",
@@ -524,7 +543,7 @@ COUNTING = (
                 "raw_sum = loss.raw_sum"
             )
         },
-        ("hf/test_training.py::test_logs_hold_epsilon_and_no_raw_loss",),
+        ("hf/test_training.py::test_the_trainer_sees_no_raw_loss_unless_asked_for",),
     ),
 )
 
