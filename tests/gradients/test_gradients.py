@@ -128,6 +128,13 @@ def test_many_tensors_of_one_group_are_within_the_bound() -> None:
     assert added(one) <= C
 
 
+def test_long_sums_that_round_up_are_within_the_bound() -> None:
+    # Equal terms are rounded in the same direction, as long as the sum has the same exponent.
+    long = Scatter(torch.zeros(1, 3000, dtype=torch.long), torch.ones(1, 3000, 2), 3)
+    for bound in torch.linspace(1, 2, 25).tolist():
+        assert added({"w": [long]}, bound=bound) <= bound
+
+
 @pytest.mark.parametrize("bound", [*CLIP_NORMS, 1e-6])
 @pytest.mark.parametrize("scale", [1e-25, 1e-23, 1e-19, 1e-12, 1e-6, 1.0, 1e6, 1e18])
 @pytest.mark.parametrize("clipping", KINDS)

@@ -18,6 +18,9 @@ from transformers import Trainer, TrainerCallback
 
 from hf_dpgrape import DPGrapeTrainer
 
+#: A test's seed under which the first step draws nobody, if an example is expected.
+EMPTY = 1
+
 
 def weights(trainer: Any) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -126,8 +129,36 @@ def test_one_noise_draw_per_step(
     assert len(draws) == count.steps == trainer.plan.num_steps == 4
 
 
-def test_update_without_examples_is_noise_of_the_planned_size(make_trainer: MakeTrainer) -> None:
+def noting_(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """How many examples each step of the trainer will have, and the loss that the Trainer sees."""
+    noted: list[tuple[int, float]] = []
+    original = trainer.training_step
+
+    def step(model: Any, inputs: Any, *args: Any) -> Tensor:
+        loss = original(model, inputs, *args)
+        noted.append((sum(part.num_samples for part in inputs), float(loss)))
+        return loss
+
+    monkeypatch.setattr(trainer, "training_step", step)
+    return noted
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_trainer_sees_no_raw_loss_unless_asked_for(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    trainer = make_trainer(log_non_private_metrics=asked)
+    noted = noting_(trainer, monkeypatch)
+    trainer.train()
+    assert any(num for num, _ in noted)
+    assert all((loss > 0) == (asked and num > 0) for num, loss in noted)
+
+
+def test_update_without_examples_is_noise_of_the_planned_size(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make_trainer(
+        unsafe_test_seed=EMPTY,
         expected_batch_size=1,
         noise_multiplier=50.0,
         l2_clip_norm=0.2,
@@ -136,8 +167,9 @@ def test_update_without_examples_is_noise_of_the_planned_size(make_trainer: Make
         optim="sgd",
         learning_rate=0.5,
     )
-    before = weights(trainer)
+    before, noted = weights(trainer), noting_(trainer, monkeypatch)
     trainer.train()
+    assert [num for num, _ in noted] == [0]
     moved = torch.cat([(weights(trainer)[n] - before[n]).flatten() for n in before])
     assert moved.std() == pytest.approx(0.5 * 50.0 * 0.2 / 1, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""Two processes: the noise is in the sum of both once, and both see the same gradient."""
+"""Two processes: the noise is in the sum of both once, and each draws its own examples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 NUM_COORDINATES, SIGMA, CLIP, DIVISOR = 20_000, 1.7, 0.3, 8
+NUM_EXAMPLES = 23
 
 SCRIPT = """
 import sys
@@ -20,6 +21,7 @@ import torch
 from torch import distributed, nn
 import hf_dpgrape
 from hf_dpgrape.gradients.recorder import Recorder
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches
 from hf_dpgrape.mechanism.private_step import PrivateStep
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
@@ -27,7 +29,7 @@ from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 
-rank, folder, root, size, sigma, clip, divisor = sys.argv[1:]
+rank, folder, root, size, sigma, clip, divisor, num_examples = sys.argv[1:]
 assert Path(hf_dpgrape.__file__).is_relative_to(root), hf_dpgrape.__file__
 meeting = f"file://{folder}/meeting"
 distributed.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=2)
@@ -43,17 +45,27 @@ step = PrivateStep(
     source=SecretSource(unsafe_seed=40 + int(rank)),
 )
 step([], lambda inputs: inputs)
-torch.save(model["w"].grad, f"{folder}/{rank}.pt")
+numbers = list(range(int(num_examples)))
+batches = LogicalBatches(
+    numbers, lambda batch: {"x": torch.tensor(batch)}, 4, source=SecretSource()
+)
+everybody = PrivacyPlan(
+    num_examples=len(numbers), expected_batch_size=len(numbers), num_steps=1, target_delta=1e-5,
+    noise_multiplier=float(sigma), l2_clip_norm=float(clip),
+)
+(batch,) = batches.loader(everybody, 1)
+drawn = [x for part in batch for x in part.inputs["x"].tolist()]
+torch.save((model["w"].grad, drawn), f"{folder}/{rank}.pt")
 distributed.destroy_process_group()
 """
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
-    """What two processes release about nobody: noise alone."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[torch.Tensor, list[int]]]:
+    """What two processes release about nobody, noise alone; and whom they draw of everybody."""
     folder, root = tmp_path_factory.mktemp("noise"), Path(__file__).parents[2]
     (folder / "step.py").write_text(SCRIPT)
-    numbers = [str(n) for n in (NUM_COORDINATES, SIGMA, CLIP, DIVISOR)]
+    numbers = [str(n) for n in (NUM_COORDINATES, SIGMA, CLIP, DIVISOR, NUM_EXAMPLES)]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -76,8 +88,8 @@ def has_noise_once(gradient: torch.Tensor) -> bool:
     return abs(float(gradient.std()) / want - 1) < 5 / math.sqrt(2 * NUM_COORDINATES)
 
 
-def test_noise_is_added_once(gradients: list[torch.Tensor]) -> None:
-    first, second = gradients
+def test_noise_is_added_once(said: list[tuple[torch.Tensor, list[int]]]) -> None:
+    (first, _), (second, _) = said
     assert torch.equal(first, second)
     assert has_noise_once(first)
     want = SIGMA * CLIP / DIVISOR
@@ -89,3 +101,11 @@ def test_noise_of_none_or_of_both_is_rejected(factor: float) -> None:
     draws = torch.randn(NUM_COORDINATES, generator=torch.Generator().manual_seed(6))
     assert has_noise_once(draws * SIGMA * CLIP / DIVISOR)
     assert not has_noise_once(draws * factor * SIGMA * CLIP / DIVISOR)
+
+
+def test_every_example_is_drawn_by_one_process(
+    said: list[tuple[torch.Tensor, list[int]]],
+) -> None:
+    (_, first), (_, second) = said
+    assert first and second
+    assert sorted(first + second) == list(range(NUM_EXAMPLES))

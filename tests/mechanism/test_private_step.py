@@ -203,6 +203,30 @@ def test_noise_once_with_public_divisor(samples: list[int]) -> None:
         assert gradient.keys() == names
 
 
+def test_noise_of_every_group_is_that_of_the_whole_clip_norm() -> None:
+    bench = Bench(
+        "roberta",
+        CLASSIFY,
+        noise_multiplier=400.0,
+        clip_shares={BODY: 0.8, HEAD: 0.36, LOSS: 0.48},
+        private_loss_bound=2.0,
+    )
+    gradient = bench.gradient([])
+    del gradient[LOSS]  # one number; its noise has a test of its own
+    for is_head in (True, False):
+        group = [g.flatten() for n, g in gradient.items() if (n in bench.head) == is_head]
+        # A head of few numbers: five standard errors.
+        allowed = 5 / math.sqrt(2 * sum(map(len, group)))
+        assert torch.cat(group).square().mean().sqrt() == pytest.approx(400 * 0.3, rel=allowed)
+
+
+def test_no_two_coordinates_share_their_noise() -> None:
+    gradient = Bench("roberta", CLASSIFY, noise_multiplier=400.0).gradient([])
+    values = torch.cat([g.flatten() for g in gradient.values()])
+    assert values.dtype == torch.float64  # in which no two of so many draws agree by chance
+    assert len(values.unique()) == len(values)
+
+
 def test_two_steps_have_independent_noise() -> None:
     bench = Bench("roberta", CLASSIFY, noise_multiplier=400.0)
     first, second = (

@@ -273,6 +273,34 @@ def test_a_public_seed_decides_neither_sample_nor_noise() -> None:
     assert not make_training(source=SecretSource(unsafe_seed=1)).is_secret
 
 
+def drawn(source: SecretSource | None) -> list[list[float]]:
+    """What steps draw after a public seed was set."""
+    torch.manual_seed(3)
+    training = make_training(source=source, seed=3)
+    return [
+        [x for part in batch for x in part.inputs["x"][:, 0].tolist()]
+        for batch in training.batches()
+    ]
+
+
+def noise(source: SecretSource | None) -> list[Tensor]:
+    """What a step releases about nobody after a public seed was set."""
+    torch.manual_seed(3)
+    training = make_training(source=source, seed=3)
+    training.take_gradient([])
+    return training.gradients()
+
+
+def test_a_public_seed_alone_does_not_decide_who_is_drawn() -> None:
+    assert drawn(None) != drawn(None)  # 120 coins
+    assert drawn(SecretSource(unsafe_seed=1)) == drawn(SecretSource(unsafe_seed=1))
+
+
+def test_a_public_seed_alone_does_not_decide_the_noise() -> None:
+    assert not any(map(torch.equal, noise(None), noise(None)))
+    assert all(map(torch.equal, *(noise(SecretSource(unsafe_seed=1)) for _ in range(2))))
+
+
 def test_each_example_is_collated_alone() -> None:
     sizes: list[int] = []
 
