@@ -28,11 +28,11 @@ SAMPLING = (
         "coins from `args.seed`",
         "hf/trainer.py",
         {
-            "return LogicalBatches(**self._training_data()).loader(": (
+            "self._batches = LogicalBatches(**self._training_data())": (
                 "from hf_dpgrape.privacy.randomness import SecretSource\n"
                 "        public = SecretSource(unsafe_seed=self.args.seed)\n"
                 "        data = {**self._training_data(), 'source': public}\n"
-                "        return LogicalBatches(**data).loader("
+                "        self._batches = LogicalBatches(**data)"
             )
         },
         ("hf/test_counting.py::test_the_public_seed_does_not_draw_the_sample",),
@@ -219,7 +219,7 @@ GRADIENTS = (
     Fault(
         "what the rehearsal finds is ignored",
         "mechanism/checks.py",
-        {"for name, why in found.problems.items()})": "for name, why in {}.items()})"},
+        {"refuse(model, found.problems, way_out)": "refuse(model, {}, way_out)"},
         (
             "mechanism/test_private_training.py::test_a_model_that_mixes_examples_is_refused",
             "hf/test_one_example.py::test_models_whose_samples_meet",

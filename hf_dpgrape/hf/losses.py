@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from hf_dpgrape.hf.own_loss import (
 )
 from hf_dpgrape.hf.row_by_row import RowByRow
 from hf_dpgrape.mechanism.synthetic import IGNORED
+from hf_dpgrape.privacy.randomness import global_randomness_restored
 
 #: Tasks whose labels are tokens.
 _TOKEN_TASKS = frozenset(
@@ -341,7 +341,7 @@ class PerSampleLoss:
         """The model's own loss of one example; NaN if it has none."""
         config = self._head.config
         try:
-            with _same_draws(model), named_outputs(config), kept_problem_type(config):
+            with global_randomness_restored(), named_outputs(config), kept_problem_type(config):
                 loss = getattr(model(**inputs), "loss", None)
         except Exception:  # whatever it is, nothing can be compared
             return math.nan
@@ -354,7 +354,7 @@ class PerSampleLoss:
         worst = 0.0
         for inputs, own in trials:
             try:
-                with _same_draws(model):
+                with global_randomness_restored():
                     found = float(self._by_task(loss, model, inputs)[0])
             except Exception:  # the candidate does not fit the outputs or labels
                 return math.inf
@@ -396,12 +396,6 @@ def _first_label_alone(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
     first = torch.full_like(labels, IGNORED)
     first[:, 0] = labels[:, 0]
     return [{**inputs, "labels": first}]
-
-
-def _same_draws(model: nn.Module) -> AbstractContextManager[None]:
-    """Puts the generators that a model draws from back to where they were."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices))
 
 
 def _agreement(model: nn.Module) -> float:
