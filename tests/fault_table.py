@@ -100,11 +100,13 @@ DATA = (
         "the examples of a step collated together",
         "mechanism/logical_batches.py",
         {
-            "        for index in indices:\n            inputs = self._inputs(index)\n": (
-                "        drawn = [self.examples[index] for index in indices]\n"
+            "inputs = [self._inputs(*both) for both in zip(indices, seeds, strict=True)]": (
+                "drawn = [self.examples[index] for index in indices]\n"
                 "        joint = self.collate(drawn) if drawn else {}\n"
-                "        for row in range(len(drawn)):\n"
-                "            inputs = {name: v[row : row + 1] for name, v in joint.items()}\n"
+                "        inputs = [\n"
+                "            {name: v[row : row + 1] for name, v in joint.items()}\n"
+                "            for row in range(len(drawn))\n"
+                "        ]"
             )
         },
         (
@@ -121,8 +123,14 @@ DATA = (
     Fault(
         "generators not seeded anew for each example",
         "mechanism/logical_batches.py",
-        {"        reseed_cpu_(self._source)\n": ""},
+        {"        reseed_cpu_(seeds)\n": ""},
         ("hf/test_data.py::test_masks_of_an_example_do_not_move_with_those_before_it",),
+    ),
+    Fault(
+        "generators not seeded anew before the model takes an example alone",
+        "mechanism/private_training.py",
+        {"            reseed_global_(part.seeds)": "            pass"},
+        ("hf/test_one_example.py::test_models_whose_samples_meet",),
     ),
     Fault(
         "a collator keeps attributes for the next example",

@@ -13,10 +13,9 @@ what is left behind from one batch to the next:
 * *Buffers*: a recording refuses one that moves (`unmoved_buffers`), as does the rehearsal.
 * *Other memory* (a tensor or number kept on a module): the rehearsal has a sample come back after
   others, and refuses if it gives anything else.
-* *Generators*: those of torch, Python and NumPy are seeded anew and secretly for every step. How
-  far one has advanced depends on the samples before, but whatever it gives is new and independent
-  of what it gave: the draws of the others can be coupled, sample by sample. A generator of the
-  model's own, whose seed is not secret, is memory, and refused.
+* *Generators*: those of torch, Python and NumPy are seeded anew before every sample, by a secret of
+  the step and the sample's index in the training set. A sample draws the same whichever others were
+  drawn. A generator of the model's own, whose seed is not secret, is memory, and refused.
 
 Draws that a batch shares are one sample's own here, as is a loss that averages over the batch.
 """

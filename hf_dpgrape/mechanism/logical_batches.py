@@ -14,7 +14,13 @@ from hf_dpgrape.mechanism.collation import AloneCollator
 from hf_dpgrape.mechanism.own_generators import refuse_own_generators
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.privacy.plan import PrivacyPlan
-from hf_dpgrape.privacy.randomness import SecretSource, reseed_cpu_, reseed_global_
+from hf_dpgrape.privacy.randomness import (
+    ExampleSeeds,
+    SecretSource,
+    Seeds,
+    reseed_cpu_,
+    reseed_global_,
+)
 from hf_dpgrape.privacy.sampling.sampler import LogicalBatchSampler
 
 #: Values that are no tensors and pass to the model as they are.
@@ -39,8 +45,9 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
     physical batch joins examples whose tensors have equal names, shapes and dtypes.
 
     Guarantees:
-        An example's tensors are a (random) function of that example, whoever is drawn beside it,
-        as long as data set and collator keep nothing from one example for the next.
+        An example's tensors are a function of that example and of secret draws of its own (see
+        `ExampleSeeds`), whoever is drawn beside it, as long as data set and collator keep nothing
+        from one example for the next. So is what the model draws for it, taken one by one.
         Which examples share a physical batch, and in which order, is a function of `indices`, the
         shapes of their tensors and the values that are no tensors.
 
@@ -82,7 +89,7 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
     def example(self, index: int) -> dict[str, Any]:
         """One example's inputs, of whatever form."""
         reseed_global_(self._source)
-        return self._inputs(index)
+        return self._inputs(index, self._source)
 
     def __len__(self) -> int:
         """Number of examples, as the Trainer's bookkeeping expects."""
@@ -91,12 +98,14 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
     def __getitem__(self, indices: Sequence[int]) -> list[PhysicalBatch]:
         """The physical batches of the examples at these indices."""
         reseed_global_(self._source)
+        key = self._source.key()
+        seeds = [ExampleSeeds(key, index) for index in indices]
+        inputs = [self._inputs(*both) for both in zip(indices, seeds, strict=True)]
         if self._is_one_by_one:
-            return [PhysicalBatch(1, self._inputs(index)) for index in indices]
+            return [PhysicalBatch(1, *both) for both in zip(inputs, seeds, strict=True)]
         groups: dict[Hashable, list[dict[str, Any]]] = {}
-        for index in indices:
-            inputs = self._inputs(index)
-            groups.setdefault(_form(inputs), []).append(inputs)
+        for one in inputs:
+            groups.setdefault(_form(one), []).append(one)
         return [
             PhysicalBatch(len(part), _joined(part))
             for group in groups.values()
@@ -124,9 +133,9 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
         sampler = _sampler(plan, num_batches, self._source)
         return DataLoader(self, batch_size=None, sampler=sampler, **options)
 
-    def _inputs(self, index: int) -> dict[str, Any]:
+    def _inputs(self, index: int, seeds: Seeds) -> dict[str, Any]:
         """One example's inputs."""
-        reseed_cpu_(self._source)
+        reseed_cpu_(seeds)
         inputs = self._alone(self.examples[index])
         if not isinstance(inputs, Mapping):
             raise ValueError(

@@ -19,15 +19,22 @@ from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
 from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
-from hf_dpgrape.privacy.randomness import SecretSource
+from hf_dpgrape.privacy.randomness import SecretSource, Seeds
 from hf_dpgrape.subspace.parameters import Subspace
 
 
 class PhysicalBatch(NamedTuple):
-    """Part of a logical batch that passes through the model at once."""
+    """Part of a logical batch that passes through the model at once.
+
+    Attributes:
+        num_samples: number of examples, at least 1.
+        inputs: what the model is run on.
+        seeds: seeds of what the model draws for it (dropout); None for those of the step.
+    """
 
     num_samples: int
     inputs: Any
+    seeds: Seeds | None = None
 
 
 class StepLoss(NamedTuple):

@@ -6,7 +6,7 @@ rests on is wired here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,6 +30,7 @@ from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
     SecretSource,
     global_randomness_restored,
+    reseed_global_,
     secret_global_randomness,
 )
 from hf_dpgrape.subspace.parameters import Moments, Subspace
@@ -256,7 +257,7 @@ class PrivateTraining:
         refuse_other_tensors(self.model, {n: t.weight for n, t in self.subspace.tensors.items()})
         self.subspace.refresh_(self.ledger.num_releases, self.optimizer)
         with secret_global_randomness(self._source):  # anew: somebody may have set a seed
-            return self._private_step(batch, self._losses_of)
+            return self._private_step(_each_with_its_draws(batch), self._losses_of)
 
     @property
     def epsilon(self) -> float:
@@ -391,3 +392,11 @@ def _broadcast_(model: nn.Module) -> None:
     if distributed.is_available() and distributed.is_initialized():
         for parameter in model.parameters():
             distributed.broadcast(parameter.data, src=0)
+
+
+def _each_with_its_draws(batch: Iterable[PhysicalBatch]) -> Iterator[PhysicalBatch]:
+    """Seeds the global generators anew before each physical batch that has seeds of its own."""
+    for part in batch:
+        if part.seeds is not None:
+            reseed_global_(part.seeds)
+        yield part

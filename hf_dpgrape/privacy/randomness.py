@@ -8,15 +8,24 @@ may be drawn from them as they stand.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import secrets
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
 
 #: Seeds of `torch.Generator` are 64-bit; the sign bit is left alone.
 _SEED_BITS = 63
+
+
+class Seeds(Protocol):
+    """Gives seeds of 63 bits, one after the other."""
+
+    def seed(self) -> int:
+        """The next one."""
 
 
 class SecretSource:
@@ -46,30 +55,57 @@ class SecretSource:
         generator.manual_seed(self.seed())
         return generator
 
+    def key(self) -> bytes:
+        """A fresh secret of 252 bits, for `ExampleSeeds`."""
+        return b"".join(self.seed().to_bytes(8, "big") for _ in range(4))
 
-def reseed_cpu_(source: SecretSource) -> None:
+
+class ExampleSeeds:
+    """Seeds for what is drawn for one example: a function of a secret and the example's index.
+
+    So an example draws the same, whichever others are drawn beside it, before it or after it; who
+    does not know the secret sees independent draws (keyed BLAKE2b, RFC 7693, is a pseudorandom
+    function).
+
+    Args:
+        key: `SecretSource.key`, drawn anew for each logical batch.
+        index: the example's, in the training set.
+    """
+
+    def __init__(self, key: bytes, index: int) -> None:
+        self._key = hashlib.blake2b(index.to_bytes(8, "big"), key=key).digest()
+        self._count = 0
+
+    def seed(self) -> int:
+        """The next seed, of 63 bits."""
+        self._count += 1
+        found = hashlib.blake2b(self._count.to_bytes(8, "big"), key=self._key, digest_size=8)
+        return int.from_bytes(found.digest(), "big") >> (64 - _SEED_BITS)
+
+
+def reseed_cpu_(seeds: Seeds) -> None:
     """Seeds the global generators of the CPU (Python, NumPy, torch) anew, in microseconds.
 
     Args:
-        source: gives the seeds.
+        seeds: gives the seeds.
     """
-    random.seed(source.seed())
-    high, low = divmod(source.seed(), 2**32)
+    random.seed(seeds.seed())
+    high, low = divmod(seeds.seed(), 2**32)
     np.random.seed([high, low])  # one number would be cut to 32 bits
-    torch.default_generator.manual_seed(source.seed())
+    torch.default_generator.manual_seed(seeds.seed())
 
 
-def reseed_global_(source: SecretSource) -> None:
+def reseed_global_(seeds: Seeds) -> None:
     """Seeds the global generators (Python, NumPy, torch on all devices) anew.
 
     Whatever was drawn before, and whatever seed a callback or collator has set, tells nothing about
     what is drawn after. Also for worker processes, which have their own entropy from the OS.
 
     Args:
-        source: gives the seeds.
+        seeds: gives the seeds.
     """
-    reseed_cpu_(source)
-    torch.manual_seed(source.seed())
+    reseed_cpu_(seeds)
+    torch.manual_seed(seeds.seed())
 
 
 @contextlib.contextmanager

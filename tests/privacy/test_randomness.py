@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_dpgrape.privacy.randomness import (
+    ExampleSeeds,
     SecretSource,
     reseed_cpu_,
     reseed_global_,
@@ -113,6 +114,18 @@ def test_reseeding_forgets_a_public_seed(
     fixed = SecretSource(unsafe_seed=5)
     first = drawn(fixed)
     assert drawn(fixed) != first == drawn(SecretSource(unsafe_seed=5))
+
+
+def test_an_example_has_seeds_of_its_own() -> None:
+    def seeds(key: bytes, index: int) -> list[int]:
+        found = ExampleSeeds(key, index)
+        return [found.seed() for _ in range(5)]
+
+    key, other = (SecretSource().key() for _ in range(2))
+    drawn = [seed for k in (key, other) for index in (0, 1, 2**40) for seed in seeds(k, index)]
+    assert len(set(drawn)) == len(drawn) and all(0 <= seed < 2**63 for seed in drawn)
+    assert max(drawn) > 2**61  # all bits are used
+    assert seeds(key, 7) == seeds(key, 7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
