@@ -30,7 +30,8 @@ from transformers.models.auto import modeling_auto as auto
 
 from hf_dpgrape.gradients.rehearsal import deviations
 from hf_dpgrape.gradients.single import SingleRecorder, single_gradients
-from hf_dpgrape.hf.losses import PerSampleLoss, labels_are_tokens
+from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.hf.task_losses import labels_are_tokens
 from hf_dpgrape.mechanism.checks import Preflight
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import make_projections

@@ -244,7 +244,7 @@ GRADIENTS = (
     ),
     Fault(
         "a sample's loss divided by the labels of the batch",
-        "hf/losses.py",
+        "hf/task_losses.py",
         {
             "(labels != IGNORED).sum(1).clamp(min=1)": "(labels != IGNORED).sum().clamp(min=1)",
         },

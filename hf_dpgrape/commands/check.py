@@ -44,8 +44,8 @@ def add_parser(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     # Here, so that `budget` starts without torch and transformers.
-    from hf_dpgrape.hf.losses import loss_of
     from hf_dpgrape.hf.models import build_on_meta, inspect_model, load_config
+    from hf_dpgrape.hf.task_losses import loss_of
     from hf_dpgrape.mechanism.tensors import refused_modules
 
     model = build_on_meta(load_config(arguments.model), arguments.task)
@@ -99,8 +99,9 @@ def _with_rehearsal(
 def _preflight(model: nn.Module, arguments: argparse.Namespace) -> Preflight:
     """Rehearses a model with random weights on synthetic examples."""
     from hf_dpgrape.commands.memory.setting import Setting, make_batch
-    from hf_dpgrape.hf.losses import PerSampleLoss, labels_are_tokens
+    from hf_dpgrape.hf.losses import PerSampleLoss
     from hf_dpgrape.hf.models import new_head
+    from hf_dpgrape.hf.task_losses import labels_are_tokens
     from hf_dpgrape.mechanism.checks import Preflight
     from hf_dpgrape.mechanism.synthetic import SyntheticExamples
     from hf_dpgrape.mechanism.tensors import make_projections

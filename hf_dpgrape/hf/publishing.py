@@ -20,7 +20,7 @@ from transformers.utils.hub import PushInProgress
 
 from hf_dpgrape.artifacts.model_card import last_evaluation, render_card
 from hf_dpgrape.artifacts.record import RECORD_NAME
-from hf_dpgrape.hf.losses import head_of, task_name_of
+from hf_dpgrape.hf.task_losses import head_of, task_name_of
 
 CARD_NAME = "README.md"
 

@@ -31,7 +31,7 @@ from hf_dpgrape.hf.disclosure import Disclosure, evaluation_loss
 from hf_dpgrape.hf.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.input_limits import longest_input
-from hf_dpgrape.hf.losses import PerSampleLoss, head_of, labels_are_tokens
+from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.hf.planning import clip_groups, head_tensors, length_of
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.rates import own_optimizer, set_rates
@@ -44,6 +44,7 @@ from hf_dpgrape.hf.resuming import (
     refuse_other_groups,
     resumed,
 )
+from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import TrainersLosses
 from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture

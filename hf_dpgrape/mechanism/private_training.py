@@ -7,7 +7,7 @@ rests on is wired here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,13 +18,9 @@ from hf_dpgrape.gradients.recording import AUTO, BATCHED, CAPTURES, SINGLE, Reco
 from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
+from hf_dpgrape.mechanism.space import Space
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
-from hf_dpgrape.mechanism.tensors import (
-    TargetModules,
-    make_projections,
-    newly_initialized,
-    refuse_other_tensors,
-)
+from hf_dpgrape.mechanism.tensors import TargetModules, newly_initialized, refuse_other_tensors
 from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict, run_to_dict
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
@@ -33,8 +29,8 @@ from hf_dpgrape.privacy.randomness import (
     reseed_global_,
     secret_global_randomness,
 )
-from hf_dpgrape.subspace.parameters import Moments, Subspace
-from hf_dpgrape.subspace.projection import Projection, Scale
+from hf_dpgrape.subspace.parameters import Moments
+from hf_dpgrape.subspace.projection import Scale
 
 _LEFT = "the loop was left before its planned steps"
 
@@ -66,40 +62,6 @@ class OffersOwnLoss(Protocol):
 
     def take_own_(self) -> None:
         """From now on the loss is the model's own, of one example at a time."""
-
-
-@dataclass(frozen=True)
-class _Space:
-    """The arguments that determine every projection of a run, and what becomes of moments."""
-
-    rank: int
-    projection_scale: Scale
-    update_proj_gap: int
-    refresh_moments: Moments
-    seed: int
-
-    def projections(
-        self, model: nn.Module, head: frozenset[str], target_modules: TargetModules
-    ) -> dict[str, Projection]:
-        """The projection of every trainable tensor, by canonical name."""
-        return make_projections(
-            model,
-            rank=self.rank,
-            scale=self.projection_scale,
-            seed=self.seed,
-            head=head,
-            target_modules=target_modules,
-        )
-
-    def subspace(self, model: nn.Module, projections: Mapping[str, Projection]) -> Subspace:
-        """The trainable tensors with their stand-ins."""
-        return Subspace(
-            {name: p for name, p in model.named_parameters() if p.requires_grad},
-            projections,
-            update_proj_gap=self.update_proj_gap,
-            moments=self.refresh_moments,
-            seed=self.seed,
-        )
 
 
 class PrivateTraining:
@@ -198,7 +160,7 @@ class PrivateTraining:
         head = newly_initialized(model) if head is None else head
         groups = _default_groups(model, plan, head) if clip_groups is None else clip_groups
         _refuse_unplanned_groups(groups, plan)
-        self._space = _Space(rank, projection_scale, update_proj_gap, refresh_moments, seed)
+        self._space = Space(rank, projection_scale, update_proj_gap, refresh_moments, seed)
         self.projections = self._space.projections(model, head, target_modules)
         self.subspace = self._space.subspace(model, self.projections)
         self.subspace.adopt(optimizer)

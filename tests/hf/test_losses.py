@@ -31,16 +31,16 @@ from transformers import DynamicCache, Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_dpgrape import DPGrapeMixin, DPGrapeTrainer
-from hf_dpgrape.hf.losses import (
-    PerSampleLoss,
+from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.hf.refusals import refuse_bypasses
+from hf_dpgrape.hf.row_by_row import RowByRow, rows_of
+from hf_dpgrape.hf.task_losses import (
     candidate_losses,
     causal_lm,
     loss_of,
     seq2seq_lm,
     token_level,
 )
-from hf_dpgrape.hf.refusals import refuse_bypasses
-from hf_dpgrape.hf.row_by_row import RowByRow, rows_of
 
 __all__ = ["make_trainer"]
 

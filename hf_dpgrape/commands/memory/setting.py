@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpgrape.commands.memory.tracking import default_dtype
-from hf_dpgrape.hf.losses import (
+from hf_dpgrape.hf.models import build_model
+from hf_dpgrape.hf.task_losses import (
     causal_lm,
     loss_of,
     question_answering,
     seq2seq_lm,
     sequence_classification,
 )
-from hf_dpgrape.hf.models import build_model
 
 #: Optimizers by the Trainer's names.
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd")
