@@ -438,12 +438,8 @@ NOISE = (
     ),
     Fault(
         "all of a run's randomness from `args.seed`",
-        "hf/trainer.py",
-        {
-            "unsafe_seed=None if fixed is None else": (
-                "unsafe_seed=self.args.seed if fixed is None else"
-            )
-        },
+        "hf/training_data.py",
+        {"unsafe_seed=None if fixed is None else": ("unsafe_seed=args.seed if fixed is None else")},
         ("hf/test_training.py::test_runs_differ_unless_a_test_fixes_the_seed",),
     ),
     Fault(
@@ -545,9 +541,9 @@ COUNTING = (
     ),
     Fault(
         "the raw loss handed to the Trainer",
-        "hf/trainer.py",
+        "hf/disclosure.py",
         {
-            "raw_sum = loss.raw_sum if self.args.log_non_private_metrics else torch.zeros(())": (
+            "raw_sum = loss.raw_sum if self._is_asked_for else torch.zeros(())": (
                 "raw_sum = loss.raw_sum"
             )
         },

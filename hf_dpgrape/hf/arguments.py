@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_dpgrape.gradients.recording import CAPTURES
-from hf_dpgrape.hf.refusals import (
+from hf_dpgrape.hf.argument_checks import (
     refuse_against_dpmup,
+    refuse_cut_over_processes,
+    refuse_impossible_shares,
+    refuse_negative,
+    refuse_no_privacy,
     refuse_uneven_grid,
-    refuse_what_a_launcher_set,
-    refuse_what_breaks_privacy,
+    refuse_unknown_words,
+    refuse_unused_muon_rate,
 )
-from hf_dpgrape.optim.table import MUON, OPTIMIZERS
+from hf_dpgrape.hf.clip_shares import equal_shares, with_loss
+from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
+from hf_dpgrape.optim.table import OPTIMIZERS
 from hf_dpgrape.privacy.plan import (
     BODY,
-    HEAD,
-    LOSS,
     PrivacyPlan,
     planned_steps,
     require_one_budget,
@@ -291,61 +294,42 @@ class DPGrapeTrainingArguments(TrainingArguments):
         self._check_budget()
         self._check_choices()
 
+    def check_again(self) -> None:
+        """As `check`, before a run of arguments that were made before.
+
+        Raises:
+            ValueError: in one sentence.
+        """
+        self.check()
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "`gradient_accumulation_steps` must not be changed after the arguments were made, "
+                f"got {self.gradient_accumulation_steps}; change `expected_batch_size`."
+            )
+
     def _check_choices(self) -> None:
         """Words from their lists, and numbers that have a sign."""
-        theirs = {f.name for f in fields(TrainingArguments)}
-        for f in fields(self):
-            choices = None if f.name in theirs else f.metadata.get("choices")
-            if choices and getattr(self, f.name) not in choices:
-                raise ValueError(
-                    f"`{f.name}` must be one of {choices}, got {getattr(self, f.name)!r}."
-                )
-        zeros = {"rank": "no projection", "update_proj_gap": "never", "num_tuning_trials": "none"}
-        for name, meaning in zeros.items():
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(
-                    f"`{name}` must be 0 ({meaning}) or positive, got {getattr(self, name)}."
-                )
+        refuse_unknown_words(self)
+        refuse_negative(
+            rank=(self.rank, "no projection"),
+            update_proj_gap=(self.update_proj_gap, "never"),
+            num_tuning_trials=(self.num_tuning_trials, "none"),
+        )
         refuse_uneven_grid(self.length_grid)
-        if self.head_clip_share is not None and not 0 < self.head_clip_share < 1:
-            raise ValueError(
-                f"`head_clip_share` must be between 0 and 1, got {self.head_clip_share}."
-            )
-        if not 0 <= self.private_loss_share < 1:
-            raise ValueError(
-                "`private_loss_share` must be 0 (no loss is released) or between 0 and 1, got "
-                f"{self.private_loss_share}."
-            )
-        if not (self.private_loss_bound > 0 and math.isfinite(self.private_loss_bound)):
-            raise ValueError(
-                f"`private_loss_bound` must be positive and finite, got {self.private_loss_bound}."
-            )
-        if self.muon_learning_rate is not None and self.optim_name != MUON:
-            raise ValueError(
-                f"`muon_learning_rate` needs `optim={MUON}`, got `optim={self.optim_name}`; use "
-                "`learning_rate`."
-            )
-        if self.max_logical_batch_size is not None and self.world_size > 1:
-            raise ValueError(
-                "`max_logical_batch_size` needs one process, as whether a step is cut depends on "
-                f"what all have drawn, got {self.world_size}; leave it out or train in one process."
-            )
+        refuse_impossible_shares(
+            self.head_clip_share, self.private_loss_share, self.private_loss_bound
+        )
+        refuse_unused_muon_rate(self.muon_learning_rate, self.optim_name)
+        refuse_cut_over_processes(self.max_logical_batch_size, self.world_size)
         if self.dpmup_base_model is not None:
             refuse_against_dpmup(self.clipping, self.head_clip_share)
 
     def _check_budget(self) -> None:
         """Exactly one of epsilon and sigma, and a delta."""
         require_one_budget(self.target_epsilon, self.noise_multiplier)
-        if self.noise_multiplier == 0 and not self.allow_zero_noise:
-            raise ValueError(
-                "`noise_multiplier=0` gives no privacy at all; pass `allow_zero_noise=True` if "
-                "this is a debugging run."
-            )
-        if self.target_delta is None:
-            raise ValueError(
-                "Expected `target_delta`, the delta of the (epsilon, delta) guarantee; choose it "
-                "below 1 / num_examples, for instance 1e-5 for 60,000 examples."
-            )
+        refuse_no_privacy(
+            self.noise_multiplier, self.target_delta, allow_zero_noise=self.allow_zero_noise
+        )
 
     @property
     def optim_name(self) -> str:
@@ -381,7 +365,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
                 "`head_learning_rate`, `head_clip_share` and `head_only_steps` need a head, but "
                 "the checkpoint had all of the model's tensors; name the head by `head_modules`."
             )
-        shares = self._with_loss(clip_shares or self._equal_shares(layers))
+        shares = clip_shares or equal_shares(layers, self.head_clip_share or 0.0)
         return PrivacyPlan.calibrated(
             target_epsilon=self.target_epsilon,
             noise_multiplier=self.noise_multiplier,
@@ -396,33 +380,12 @@ class DPGrapeTrainingArguments(TrainingArguments):
             l2_clip_norm=self.l2_clip_norm,
             target_delta=self.target_delta,
             clipping=self.clipping,
-            clip_shares=shares,
+            clip_shares=with_loss(shares, self.private_loss_share),
             head_only_steps=self.head_only_steps,
             private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
             max_logical_batch_size=self.max_logical_batch_size,
             accountant=self.accountant,
         )
-
-    def _equal_shares(self, layers: Sequence[str]) -> dict[str, float]:
-        """The head's share of the clip norm, if it has one, and equal ones for the body."""
-        head_share = self.head_clip_share or 0.0
-        shares = dict.fromkeys(layers, math.sqrt((1 - head_share**2) / len(layers)))
-        if head_share:
-            shares[HEAD] = head_share
-        return shares
-
-    def _with_loss(self, shares: Mapping[str, float]) -> Mapping[str, float]:
-        """Shares of the clip norm when the loss takes some of it; squares still sum to 1."""
-        loss_share = self.private_loss_share
-        if not loss_share:
-            return shares
-        if LOSS in shares:
-            raise ValueError(
-                f"`private_loss_share` needs the name {LOSS!r} for its clip group, but the model "
-                "has a layer of that name; use `clip_grouping=joint` or rename the layer."
-            )
-        left = math.sqrt(1 - loss_share**2)
-        return {**{name: share * left for name, share in shares.items()}, LOSS: loss_share}
 
     def refresh_gap(self, num_steps: int) -> int:
         """Steps between refreshes of the projections in a run of `num_steps` steps."""

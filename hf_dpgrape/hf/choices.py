@@ -146,7 +146,32 @@ class Choices:
         }
 
 
-def search_backend(backend: Any, num_jobs: int) -> HPSearchBackend:
+def search_arguments(
+    hp_space: Callable[[Any], dict[str, Any]] | None = None,
+    compute_objective: Callable[[dict[str, float]], float] | None = None,
+    n_trials: int = 20,
+    direction: str | list[str] = "minimize",
+    backend: Any = None,
+    hp_name: Callable[[Any], str] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """The arguments of `Trainer.hyperparameter_search` by name, for trials that are added up.
+
+    Raises:
+        ValueError: trials would run in other processes, or at the same time.
+    """
+    return {
+        "hp_space": hp_space,
+        "compute_objective": compute_objective,
+        "n_trials": n_trials,
+        "direction": direction,
+        "backend": _search_backend(backend, kwargs.get("n_jobs", 1)),
+        "hp_name": hp_name,
+        **kwargs,
+    }
+
+
+def _search_backend(backend: Any, num_jobs: int) -> HPSearchBackend:
     """The backend of a search, whose trials are added up.
 
     Raises:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from transformers import DefaultFlowCallback, Trainer
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import TrainOutput
 
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.mechanism.private_step import StepLoss
 from hf_dpgrape.privacy.ledger import RunLedger
+from hf_dpgrape.privacy.plan import PrivacyPlan
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class Disclosure:
         self._is_on_training_set = False
         self._was_warned_of_training_set = False
         self.raw_metrics_were_logged = False
+        if not self._is_asked_for:  # memory tells how many examples were drawn
+            trainer._memory_tracker.skip_memory_metrics = True
 
     @property
     def _is_asked_for(self) -> bool:
@@ -63,14 +68,35 @@ class Disclosure:
 
     # ---- Logs ------------------------------------------------------------------------------
 
-    def begin_run(self) -> None:
-        """Forgets the released losses of the run before."""
+    def begin_run(self, *, is_search: bool) -> None:
+        """Forgets the released losses of the run before.
+
+        Args:
+            is_search: whether a search of hyperparameters is on.
+
+        Raises:
+            ValueError: raw metrics on the training set would decide about something.
+        """
+        self._refuse_choices_by_training_set(is_search=is_search)
         self._private_losses = []
 
-    def add_private_loss(self, loss: Tensor | None) -> None:
-        """Notes a loss that the mechanism released, if it did, for the next log."""
-        if loss is not None:
-            self._private_losses.append(float(loss))
+    def shown_loss(self, loss: StepLoss, plan: PrivacyPlan) -> Tensor:
+        """What the Trainer sees of a step's loss: 0 unless the raw one is asked for.
+
+        A loss that the mechanism released is kept for the next log.
+
+        Args:
+            loss: of the step.
+            plan: of the run; an average is over its expected batch.
+        """
+        if loss.private_mean is not None:
+            self._private_losses.append(float(loss.private_mean))
+        raw_sum = loss.raw_sum if self._is_asked_for else torch.zeros(())
+        return raw_sum / plan.expected_batch_size
+
+    def shown_output(self, output: TrainOutput) -> TrainOutput:
+        """What `train` returns: without the mean loss unless it is asked for."""
+        return output if self._is_asked_for else output._replace(training_loss=float("nan"))
 
     def filter_(self, logs: dict[str, float], told_ledger: Callable[[], RunLedger] | None) -> None:
         """Leaves no raw loss that was not asked for, and adds epsilon and the noisy loss."""
@@ -93,11 +119,16 @@ class Disclosure:
     # ---- Evaluation on the training set ----------------------------------------------------
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """One evaluation, perhaps inside that of a dictionary of data sets."""
+    def evaluation(self, dataset: object) -> Iterator[None]:
+        """One evaluation, perhaps inside that of a dictionary of data sets.
+
+        Args:
+            dataset: on which it is, if that is known already: neither None nor a name.
+        """
         outer = self._present_evaluation
         try:
             with ExitStack() as self._present_evaluation:
+                self.begin_evaluation(dataset)
                 yield
         finally:
             self._present_evaluation = outer
@@ -107,6 +138,12 @@ class Disclosure:
         stack, is_apart = self._present_evaluation, self._is_on_training_set
         if stack is not None and not is_apart and self.is_training_set(dataset):
             stack.enter_context(self._kept_apart())
+
+    def named(self, eval_dataset: object) -> object:
+        """The evaluation data meant by None (the trainer's own) or by a name (one of these)."""
+        own = self._trainer.eval_dataset
+        data = own if eval_dataset is None else eval_dataset
+        return _by_name(own)[data] if isinstance(data, str) else data
 
     @contextmanager
     def _kept_apart(self) -> Iterator[None]:
@@ -143,7 +180,7 @@ class Disclosure:
         known = (self._trainer.train_dataset, *self._training_sets)
         return any(_is_same(dataset, other) for other in known)
 
-    def refuse_choices_by_training_set(self, *, is_search: bool) -> None:
+    def _refuse_choices_by_training_set(self, *, is_search: bool) -> None:
         """Refuses a best checkpoint, a stop, a rate or a search that raw training metrics decide.
 
         Raises:
@@ -161,23 +198,6 @@ class Disclosure:
                 f"{what} would choose by metrics on the training set, which epsilon does not "
                 "cover; evaluate on other data."
             )
-
-
-def evaluation_loss(
-    own: PerSampleLoss, model: nn.Module, inputs: Mapping[str, object]
-) -> tuple[Tensor, object]:
-    """The loss of an evaluation with a `compute_loss_func`, and the outputs as the Trainer's.
-
-    Args:
-        own: the examples' own losses, whose mean it is.
-        model: the model.
-        inputs: of a batch.
-    """
-    losses, outputs = own.with_outputs(model, inputs)
-    loss = losses.mean()
-    if not isinstance(outputs, dict):  # the Trainer leaves the first of several out, the loss
-        outputs = (loss, *(outputs if isinstance(outputs, tuple) else (outputs,)))
-    return loss, outputs
 
 
 def _by_name(dataset: object) -> dict[str, object]:

@@ -17,13 +17,16 @@ from hf_dpgrape.mechanism.collation import (
 logger = logging.getLogger(__name__)
 
 
-def warn_of_exact_lengths(collate: Any) -> None:
+def warn_of_exact_lengths(collate: Any, model: object, length_grid: int) -> None:
     """Says what it costs that no lengths can be rounded up, if that is so.
 
     Args:
-        collate: the collator of examples that are text.
+        collate: the collator.
+        model: which may take text, whose examples have lengths.
+        length_grid: finest step to which lengths would be rounded; 0 if exact ones are asked for.
     """
-    if _leaves_lengths(collate):
+    is_text = getattr(model, "main_input_name", "") == "input_ids"
+    if length_grid and is_text and _leaves_lengths(collate):
         logger.warning(
             "`data_collator` lets no lengths be rounded up, so a step takes a physical batch for "
             "each distinct length drawn, if lengths vary. It is faster with a collator that has a "

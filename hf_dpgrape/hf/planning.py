@@ -2,16 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
+from hf_dpgrape.gradients.recording import BATCHED
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
-from hf_dpgrape.hf.dpmup import WidthTransfer
+from hf_dpgrape.hf.dpmup import WidthTransfer, resolve
+from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.hf.task_losses import head_of
+from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.mechanism.tensors import matching, newly_initialized
-from hf_dpgrape.privacy.plan import BODY, HEAD
+from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run's plan, and what it was derived from.
+
+    Attributes:
+        plan: the privacy plan.
+        width_transfer: DP-muP's rules; None without them.
+    """
+
+    plan: PrivacyPlan
+    width_transfer: WidthTransfer | None
+
+
+def planned(
+    args: DPGrapeTrainingArguments,
+    model: nn.Module,
+    train_dataset: Any,
+    compute_loss_func: Callable[..., Tensor] | None,
+    proxy: Callable[[str], nn.Module],
+) -> Planned:
+    """Checks model and data, and derives the plan from the arguments.
+
+    Args:
+        args: the arguments.
+        model: the model.
+        train_dataset: of which only the length is looked at.
+        compute_loss_func: the user's own loss of one example, if any.
+        proxy: makes DP-muP's narrow model of `dpmup_base_model`.
+
+    Raises:
+        ValueError: the model cannot be trained privately, or model, data and arguments do not fit.
+    """
+    num_examples = length_of(train_dataset)
+    refuse_in_any_capture(model)
+    loss = PerSampleLoss(head_of(model), compute_loss_func)
+    if args.capture == BATCHED:
+        checked_sites(model)
+        refuse(model, {"": loss.why_single} if loss.why_single else {})
+    head = head_tensors(model, args.head_modules)
+    width = None
+    if args.dpmup_base_model is not None:
+        width = resolve(args, model, proxy(args.dpmup_base_model), head)
+    own = set() if args.head_clip_share is None else {HEAD}
+    plan = args.make_plan(
+        num_examples,
+        has_head=bool(head),
+        layers=sorted(set(clip_groups(args, model, head, width).values()) - own),
+        clip_shares=None if width is None else width.rules.clip_shares,
+    )
+    return Planned(plan=plan, width_transfer=width)
+
+
+def refuse_other_arguments(args: TrainingArguments) -> None:
+    """Refuses a trainer's arguments that hold no privacy budget.
+
+    Raises:
+        TypeError: they are transformers' own.
+    """
+    if not isinstance(args, DPGrapeTrainingArguments):
+        raise TypeError(
+            "`args` must be DPGrapeTrainingArguments (they hold the privacy budget), got "
+            f"{type(args).__name__}."
+        )
 
 
 def length_of(train_dataset: Any) -> int:

@@ -56,14 +56,24 @@ class Publisher:
     def write_card(
         self,
         record: Mapping[str, Any],
-        *,
-        language: Any = None,
+        language: str | None = None,
         license: str | None = None,
-        tags: Any = None,
+        tags: str | list[str] | None = None,
         model_name: str | None = None,
         finetuned_from: str | None = None,
+        **_of_the_data: object,
     ) -> None:
-        """Writes the card of this privacy record into the output folder."""
+        """Writes the card of this privacy record into the output folder.
+
+        Args:
+            record: the privacy record.
+            language: as in `Trainer.create_model_card`, as are those that follow.
+            license: of the model.
+            tags: for the Hub.
+            model_name: default: the name of repository or output folder.
+            finetuned_from: default: what the model was loaded from.
+            _of_the_data: what the Trainer's card would tell of the data set; not used.
+        """
         trainer, model = self._trainer, self._model()
         folder = self.folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,16 +95,25 @@ class Publisher:
 
     def push(
         self,
-        commit_message: str | None,
-        *,
-        blocking: bool,
-        token: str | None,
-        revision: str | None,
-        private: bool | None,
-        tags: Any = None,
-        **kwargs: Any,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        tags: str | list[str] | None = None,
+        **card: Any,
     ) -> Any:
-        """As `push_to_hub` of the trainer."""
+        """As `push_to_hub` of the trainer.
+
+        Args:
+            commit_message: of the commit.
+            blocking: whether to wait until the upload has ended.
+            token: of the Hub; default: `hub_token`.
+            revision: branch; default: `hub_revision`.
+            private: whether a new repository is private.
+            tags: for the card, beside the model's own.
+            card: other arguments of `create_model_card`.
+        """
         trainer, args, model = self._trainer, self._trainer.args, self._model()
         trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
         token = token or args.hub_token
@@ -105,7 +124,7 @@ class Publisher:
             return None
         own_tags = getattr(model, "model_tags", None) or []
         given = [tags] if isinstance(tags, str) else [*(tags or [])]
-        trainer.create_model_card(tags=[*given, *(t for t in own_tags if t not in given)], **kwargs)
+        trainer.create_model_card(tags=[*given, *(t for t in own_tags if t not in given)], **card)
         return self._upload(
             commit_message or "End of training",
             token=token,

@@ -238,28 +238,6 @@ def refuse_what_a_launcher_set(args: TrainingArguments) -> None:
             )
 
 
-def refuse_uneven_grid(length_grid: int) -> None:
-    """Steps that do not divide the coarser ones."""
-    if length_grid < 0 or length_grid.bit_count() > 1:
-        raise ValueError(
-            f"`length_grid` must be a power of two, or 0 (exact lengths), got {length_grid}."
-        )
-
-
-def refuse_against_dpmup(clipping: str, head_clip_share: float | None) -> None:
-    """What the derivation of DP-muP's rules takes for granted."""
-    if clipping != "automatic":
-        raise ValueError(
-            "`dpmup_base_model` needs `clipping=automatic`, at the proxy too: its rules hold a "
-            f"layer's signal at its share of the clip norm, got `clipping={clipping}`."
-        )
-    if head_clip_share is not None:
-        raise ValueError(
-            "`dpmup_base_model` sets every layer's share of the clip norm; leave out "
-            f"`head_clip_share`, got {head_clip_share}."
-        )
-
-
 def _word(option: object) -> str:
     """A choice as the user writes it; transformers keeps some as members of an enumeration."""
     return str(getattr(option, "value", option))

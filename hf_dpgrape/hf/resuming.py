@@ -14,10 +14,14 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from hf_dpgrape.artifacts.record import read_record
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.hf.planning import head_tensors
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.privacy.accounting import Run
 from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict
 from hf_dpgrape.privacy.plan import PrivacyPlan
+
+#: Arguments and other values, by section of the record and name.
+Facts = dict[str, dict[str, Any]]
 
 _ADVICE = "Restore these arguments, or start a new run (whose epsilon adds to what was spent)."
 
@@ -26,8 +30,7 @@ def resumed(
     ledger: RunLedger,
     checkpoint: str,
     plan: PrivacyPlan,
-    projection: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
+    facts: Facts,
 ) -> Mapping[str, Any]:
     """Continues the run of a checkpoint that was made in the same way.
 
@@ -40,8 +43,7 @@ def resumed(
         ledger: of the trainer; it goes on where the record ends.
         checkpoint: folder of the checkpoint.
         plan: of the run that is to continue.
-        projection: what `projection_arguments` returns.
-        optimizer: what `optimizer_record` returns.
+        facts: what `run_facts` returns.
 
     Returns:
         The record of the checkpoint.
@@ -51,7 +53,7 @@ def resumed(
             would be repeated.
     """
     recorded = read_record(checkpoint)
-    refuse_changes(recorded, plan, projection, optimizer)
+    _refuse_changes(recorded, plan, facts)
     done = recorded["steps_done"]
     _refuse_incomplete(Path(checkpoint), done)
     ledger.set_plan(plan)
@@ -83,40 +85,40 @@ def refuse_other_groups(recorded: Mapping[str, Any], training: PrivateTraining) 
 # ---- What the optimizer's state depends on -------------------------------------------------
 
 
-def projection_arguments(args: DPGrapeTrainingArguments, plan: PrivacyPlan) -> dict[str, Any]:
-    """The arguments that determine every projection of a run."""
-    return {
-        "rank": args.rank,
-        "scale": args.projection_scale,
-        "update_proj_gap": args.refresh_gap(plan.num_steps),
-        "seed": args.seed,
-    }
-
-
-def optimizer_record(
-    args: DPGrapeTrainingArguments, model: nn.Module, head: frozenset[str], given: str | None
-) -> dict[str, Any]:
-    """What the optimizer's state depends on beside the projections, before it exists.
+def run_facts(
+    args: DPGrapeTrainingArguments, model: nn.Module, plan: PrivacyPlan, given: str | None
+) -> Facts:
+    """What the state of a run's optimizer depends on, before the optimizer exists.
 
     Args:
         args: the arguments.
         model: whose tensors are trained.
-        head: names of the head's tensors.
+        plan: of the run.
         given: class of the optimizer that the user passed, if any.
+
+    Returns:
+        By section of the record: the arguments that determine every projection, and the rest.
     """
     tensors = [
         (name, list(p.shape), str(p.dtype))
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
-    return {
+    projection = {
+        "rank": args.rank,
+        "scale": args.projection_scale,
+        "update_proj_gap": args.refresh_gap(plan.num_steps),
+        "seed": args.seed,
+    }
+    optimizer = {
         "optim": given or args.optim_name,
         "refresh_moments": args.refresh_moments,
         "optim_target_modules": args.optim_target_modules,
         "clip_grouping": args.clip_grouping,
         "trainable_tensors": f"{len(tensors)} of sha256 {_digest(tensors)}",
-        "head_tensors": sorted(head),
+        "head_tensors": sorted(head_tensors(model, args.head_modules)),
     }
+    return {"projection": projection, "optimizer": optimizer}
 
 
 def groups_of(training: PrivateTraining) -> str:
@@ -126,26 +128,20 @@ def groups_of(training: PrivateTraining) -> str:
     return f"{len(groups)} of sha256 {_digest(groups)}"
 
 
-def refuse_changes(
-    recorded: Mapping[str, Any],
-    plan: PrivacyPlan,
-    projection: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-) -> None:
+def _refuse_changes(recorded: Mapping[str, Any], plan: PrivacyPlan, facts: Facts) -> None:
     """Refuses to resume with another plan, other projections or another optimizer.
 
     Args:
         recorded: the record of the checkpoint.
         plan: of the run that is to continue it.
-        projection: its arguments, under the names of the record.
-        optimizer: what else its optimizer's state depends on, likewise.
+        facts: on which its optimizer's state depends.
 
     Raises:
         ValueError: naming everything that changed, or that the record does not tell.
     """
     changed = plan.differences(PrivacyPlan.from_dict(recorded["plan"]))
     unknown = []
-    for section, present in (("projection", projection), ("optimizer", optimizer)):
+    for section, present in facts.items():
         before = recorded.get(section, {})
         for key, now in present.items():
             name = "projection_scale" if key == "scale" else key

@@ -1,4 +1,4 @@
-"""Per-sample losses as a Trainer computes them."""
+"""Per-sample losses as a Trainer computes them, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Trainer
 
 from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.hf.task_losses import head_of
 
 
 class TrainersLosses:
@@ -48,3 +50,37 @@ class TrainersLosses:
     def take_own_(self) -> None:
         """As `PerSampleLoss`."""
         self._own.take_own_()
+
+
+def own_losses(trainer: Trainer) -> PerSampleLoss:
+    """The losses of a trainer's model, or those of its `compute_loss_func`."""
+    return PerSampleLoss(head_of(_model_of(trainer)), trainer.compute_loss_func)
+
+
+def trainers_losses(trainer: Trainer) -> TrainersLosses:
+    """The losses of a trainer's model as the trainer computes them."""
+    return TrainersLosses(
+        own_losses(trainer), trainer.compute_loss_context_manager, trainer._prepare_inputs
+    )
+
+
+def evaluation_loss(
+    trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Tensor, object]:
+    """The mean of the examples' own losses, and the outputs as the Trainer has them.
+
+    Args:
+        trainer: which has a `compute_loss_func`.
+        model: the model.
+        inputs: of a batch.
+    """
+    losses, outputs = own_losses(trainer).with_outputs(model, inputs)
+    loss = losses.mean()
+    if not isinstance(outputs, dict):  # the Trainer leaves the first of several out, the loss
+        outputs = (loss, *(outputs if isinstance(outputs, tuple) else (outputs,)))
+    return loss, outputs
+
+
+def _model_of(trainer: Trainer) -> nn.Module:
+    assert isinstance(trainer.model, nn.Module)  # it is None only inside the constructor
+    return trainer.model

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from hf_dpgrape import DPGrapeTrainer
+from hf_dpgrape.hf.planning import head_tensors
 
 #: A test's seed under which the first step draws nobody, if an example is expected.
 EMPTY = 1
@@ -572,7 +573,7 @@ def test_newly_initialized_head_is_found(make_trainer: MakeTrainer, tmp_path: Pa
     made.roberta.save_pretrained(tmp_path / "body")
     model = RobertaForSequenceClassification.from_pretrained(tmp_path / "body", num_labels=3)
     trainer = make_trainer(model=model, head_clip_share=0.5, max_steps=1)
-    assert {n.split(".")[0] for n in trainer._head()} == {"classifier"}
+    assert {n.split(".")[0] for n in head_tensors(trainer.model, None)} == {"classifier"}
     trainer.train()
     projections = trainer.private_training.subspace.projections
     assert projections["classifier.dense.weight"].side is None
