@@ -363,7 +363,9 @@ def test_one_line_says_what_exact_lengths_cost(
     caplog: pytest.LogCaptureFixture, collator: Any, says: bool
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        warn_of_exact_lengths(collator)
+        warn_of_exact_lengths(collator, make_model("roberta", CLASSIFY), 8)
+        warn_of_exact_lengths(collator, make_model("roberta", CLASSIFY), 0)
+        warn_of_exact_lengths(collator, make_model("vit", IMAGE), 8)
     assert len(caplog.records) == says
 
 

@@ -139,7 +139,7 @@ def test_muon_leaves_the_head_to_the_rule_of_adam(
         make_trainer(model=wide(), optim=optim, **given) for optim in ("muon", "adamw_torch")
     )
     head = "roberta.encoder.layer.0.output.dense"
-    ratios = [t._width_transfer.rules.rate_ratios for t in (muon, adam)]
+    ratios = [t._planned.width_transfer.rules.rate_ratios for t in (muon, adam)]
     assert ratios[0][head] == ratios[1][head] != 1
     assert ratios[0]["roberta.encoder.layer.0.attention.self.query"] == 1
 
@@ -156,7 +156,7 @@ def test_an_optimizer_that_was_passed_must_fit_the_rule(
     trainer = make_trainer(optim="sgd", **given)
     trainer.train()
     name = "roberta.encoder.layer.0.intermediate.dense"
-    ratio = trainer._width_transfer.rules.rate_ratios[name]
+    ratio = trainer._planned.width_transfer.rules.rate_ratios[name]
     assert rates(trainer)[f"{name}.weight"] == pytest.approx(0.01 * ratio)
 
 

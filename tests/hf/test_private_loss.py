@@ -110,7 +110,7 @@ def test_width_transfer_leaves_the_loss_its_share(
     trainer.train()
     shares = dict(trainer.plan.clip_shares)
     assert shares.pop(LOSS) == 0.6
-    rules = trainer._width_transfer.rules.clip_shares
+    rules = trainer._planned.width_transfer.rules.clip_shares
     assert shares == pytest.approx({name: 0.8 * share for name, share in rules.items()})
     assert len(losses(trainer)) == 1
 
