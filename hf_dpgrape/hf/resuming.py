@@ -121,7 +121,7 @@ def optimizer_record(
 
 def groups_of(training: PrivateTraining) -> str:
     """Which tensors the optimizer's groups hold, in their order."""
-    names = {id(t.stand_in): name for name, t in training.subspace.tensors.items()}
+    names = {id(stand_in): name for name, stand_in in training.subspace.stand_ins.items()}
     groups = [[names[id(p)] for p in g["params"]] for g in training.optimizer.param_groups]
     return f"{len(groups)} of sha256 {_digest(groups)}"
 
