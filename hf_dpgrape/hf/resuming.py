@@ -86,6 +86,9 @@ def refuse_other_groups(recorded: Mapping[str, Any], training: PrivateTraining) 
 def projection_arguments(args: DPGrapeTrainingArguments, plan: PrivacyPlan) -> dict[str, Any]:
     """The arguments that determine every projection of a run."""
     return {
+        "method": args.method,
+        "num_directions": args.num_directions,
+        "perturbation_scale": args.perturbation_scale,
         "rank": args.rank,
         "scale": args.projection_scale,
         "update_proj_gap": args.refresh_gap(plan.num_steps),
