@@ -11,6 +11,8 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_dpgrape.gradients.recording import CAPTURES
+from hf_dpgrape.hf.method_arguments import MethodArguments
+from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
 from hf_dpgrape.hf.refusals import (
     refuse_against_dpmup,
     refuse_uneven_grid,
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class DPGrapeTrainingArguments(TrainingArguments):
+class DPGrapeTrainingArguments(MethodArguments, TrainingArguments):
     """Arguments of a private training run.
 
     All of `transformers.TrainingArguments` mean what they mean there, except that
@@ -74,10 +76,6 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "choices": ["flat", "automatic"],
         },
     )
-    rank: int = field(
-        default=16,
-        metadata={"help": "Rank of the gradient projection; 0 trains in the full space."},
-    )
     update_proj_gap: int | None = field(
         default=None,
         metadata={
@@ -100,9 +98,13 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "choices": ["keep", "reset"],
         },
     )
-    optim: str = field(  # transformers' own type would have HfArgumentParser refuse our names
-        default="adamw_torch_fused",
-        metadata={"help": "As in transformers, or muon (with AdamW for the rest), or adamw_bc."},
+    # transformers' own type would have HfArgumentParser refuse our names; the method fills it in.
+    optim: str = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "As in transformers, or muon (with AdamW for the rest), or adamw_bc. Default: "
+            "the method's, or adamw_torch_fused."
+        },
     )
     # None first, as transformers has it: HfArgumentParser fails on any other order.
     optim_target_modules: None | str | list[str] = field(  # noqa: RUF036
@@ -257,6 +259,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without model and data."""
+        fill_in_(self)
         own_optimizer = self.optim if self.optim in OPTIMIZERS else None
         if own_optimizer:  # transformers does not know it by name
             self.optim = OptimizerNames.ADAMW_TORCH
@@ -290,6 +293,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
         refuse_what_a_launcher_set(self)
         self._check_budget()
         self._check_choices()
+        refuse_conflicts(self)
 
     def _check_choices(self) -> None:
         """Words from their lists, and numbers that have a sign."""

@@ -86,6 +86,9 @@ def refuse_other_groups(recorded: Mapping[str, Any], training: PrivateTraining) 
 def projection_arguments(args: DPGrapeTrainingArguments, plan: PrivacyPlan) -> dict[str, Any]:
     """The arguments that determine every projection of a run."""
     return {
+        "method": args.method,
+        "num_directions": args.num_directions,
+        "perturbation_scale": args.perturbation_scale,
         "rank": args.rank,
         "scale": args.projection_scale,
         "update_proj_gap": args.refresh_gap(plan.num_steps),
@@ -121,7 +124,7 @@ def optimizer_record(
 
 def groups_of(training: PrivateTraining) -> str:
     """Which tensors the optimizer's groups hold, in their order."""
-    names = {id(t.stand_in): name for name, t in training.subspace.tensors.items()}
+    names = {id(stand_in): name for name, stand_in in training.subspace.stand_ins.items()}
     groups = [[names[id(p)] for p in g["params"]] for g in training.optimizer.param_groups]
     return f"{len(groups)} of sha256 {_digest(groups)}"
 

@@ -32,6 +32,13 @@ from hf_dpgrape.hf.dpmup import WidthTransfer, proxy_of, resolve
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.input_limits import longest_input
 from hf_dpgrape.hf.losses import PerSampleLoss, head_of, labels_are_tokens
+from hf_dpgrape.hf.methods import (
+    method_of,
+    method_record,
+    prepared,
+    refuse_given_optimizer,
+    with_prepared_model,
+)
 from hf_dpgrape.hf.planning import clip_groups, head_tensors, length_of
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.rates import own_optimizer, set_rates
@@ -94,6 +101,7 @@ class DPGrapeMixin(TrainerPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_bypasses(type(self), DPGrapeMixin)
+        args, kwargs = with_prepared_model(args, kwargs, DPGrapeTrainingArguments)
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DPGrapeTrainingArguments):
             raise TypeError(
@@ -115,6 +123,7 @@ class DPGrapeMixin(TrainerPart):
             self._given_optimizer = type(self.optimizer).__name__
         elif self.optimizer_cls_and_kwargs is not None:
             self._given_optimizer = self.optimizer_cls_and_kwargs[0].__name__
+        refuse_given_optimizer(self.args, self._given_optimizer)
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
         show_epsilon(self, lambda step: self._told_ledger().epsilon(step))
@@ -232,6 +241,9 @@ class DPGrapeMixin(TrainerPart):
             losses,
             **self._training_data(),
             capture=self.args.capture,
+            estimator=method_of(self.args).estimator,
+            num_directions=self.args.num_directions,
+            perturbation_scale=self.args.perturbation_scale,
             rank=self.args.rank,
             head=head,
             clip_groups=self._clip_groups(),
@@ -246,6 +258,7 @@ class DPGrapeMixin(TrainerPart):
         if self.private_training.capture == SINGLE and self._batches is not None:
             self._batches.one_by_one()  # those of the loader that was made before
         self._projection_facts = projection_arguments(self.args, plan)
+        self._method_facts = method_record(self.args)
         self._optimizer_facts = {
             **optimizer_record(self.args, self.model, head, self._given_optimizer),
             "groups": groups_of(self.private_training),
@@ -447,7 +460,7 @@ class DPGrapeMixin(TrainerPart):
         self._recorded = {}
         if self._ledger is not None:
             self._ledger.begin_run()
-        model = super().call_model_init(trial)
+        model: nn.Module = prepared(super().call_model_init(trial), self.args)
         return model.to(torch.bfloat16) if self.args.bf16_weights else model
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -507,6 +520,7 @@ class DPGrapeMixin(TrainerPart):
                 ),
                 "randomness": SECRET if self._source.is_secret else FIXED,
             },
+            method=self._method_facts,
             steps_counted=ledger.steps_counted(),
             counted_because=ledger.reasons,
             optimizer=self._optimizer_facts,

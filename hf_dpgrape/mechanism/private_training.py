@@ -7,7 +7,7 @@ rests on is wired here, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 
 from hf_dpgrape.gradients.recording import AUTO, BATCHED, CAPTURES, SINGLE, Records
 from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
+from hf_dpgrape.mechanism.estimators.base import Setup, SpaceArguments
+from hf_dpgrape.mechanism.estimators.table import BACKWARD, make_estimator
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import (
     TargetModules,
-    make_projections,
     newly_initialized,
     refuse_other_tensors,
 )
@@ -33,13 +34,14 @@ from hf_dpgrape.privacy.randomness import (
     reseed_global_,
     secret_global_randomness,
 )
-from hf_dpgrape.subspace.parameters import Moments, Subspace
+from hf_dpgrape.subspace.parameters import Moments
 from hf_dpgrape.subspace.projection import Projection, Scale
 
 _LEFT = "the loop was left before its planned steps"
-
-#: Runs a model on a batch; one loss per sample.
+#: One loss per sample of a batch.
 PerSampleLosses = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+Projections = Mapping[str, Projection]
 
 #: Makes synthetic examples of the structure of a collated one.
 Synthetic = Callable[[Mapping[str, Any]], SyntheticExamples]
@@ -66,40 +68,6 @@ class OffersOwnLoss(Protocol):
 
     def take_own_(self) -> None:
         """From now on the loss is the model's own, of one example at a time."""
-
-
-@dataclass(frozen=True)
-class _Space:
-    """The arguments that determine every projection of a run, and what becomes of moments."""
-
-    rank: int
-    projection_scale: Scale
-    update_proj_gap: int
-    refresh_moments: Moments
-    seed: int
-
-    def projections(
-        self, model: nn.Module, head: frozenset[str], target_modules: TargetModules
-    ) -> dict[str, Projection]:
-        """The projection of every trainable tensor, by canonical name."""
-        return make_projections(
-            model,
-            rank=self.rank,
-            scale=self.projection_scale,
-            seed=self.seed,
-            head=head,
-            target_modules=target_modules,
-        )
-
-    def subspace(self, model: nn.Module, projections: Mapping[str, Projection]) -> Subspace:
-        """The trainable tensors with their stand-ins."""
-        return Subspace(
-            {name: p for name, p in model.named_parameters() if p.requires_grad},
-            projections,
-            update_proj_gap=self.update_proj_gap,
-            moments=self.refresh_moments,
-            seed=self.seed,
-        )
 
 
 class PrivateTraining:
@@ -131,6 +99,9 @@ class PrivateTraining:
             former where it is exact.
         length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
         longest: most tokens that the model takes; None if it does not limit them.
+        estimator: what a step releases of an example, a name in `ESTIMATORS`: "backward" for its
+            projected gradient, "zeroth_order" for differences of its loss along random
+            directions, "galore" for its full gradient, projected after the noise.
         rank: of the projections; 0 for full space.
         head: canonical names of tensors that are not projected, and are the plan's HEAD group if
             it has one; None for those that a checkpoint did not have.
@@ -139,7 +110,9 @@ class PrivateTraining:
         refresh_moments: what becomes of the optimizer's moments at a refresh.
         projection_scale: standard deviation of the projections' entries.
         target_modules: which tensors are projected; None for all but the head.
-        seed: public seed of projections and rounding.
+        num_directions: random directions of a step of zeroth order.
+        perturbation_scale: how far along each of them the loss is looked at.
+        seed: public seed of projections, directions and rounding.
         ledger: of a run that is continued, or whose earlier runs count; None for a new one.
         source: secret randomness; None for the operating system's.
         synthetic: makes the examples of the rehearsal; None for `SyntheticExamples`.
@@ -165,6 +138,7 @@ class PrivateTraining:
         capture: str = AUTO,
         length_grid: int = 0,
         longest: int | None = None,
+        estimator: str = BACKWARD,
         rank: int = 16,
         head: frozenset[str] | None = None,
         clip_groups: Mapping[str, str] | None = None,
@@ -172,6 +146,8 @@ class PrivateTraining:
         refresh_moments: Moments = "keep",
         projection_scale: Scale = "1/sqrt(r)",
         target_modules: TargetModules = None,
+        num_directions: int = 1,
+        perturbation_scale: float = 1e-3,
         seed: int = 42,
         ledger: RunLedger | None = None,
         source: SecretSource | None = None,
@@ -198,20 +174,38 @@ class PrivateTraining:
         head = newly_initialized(model) if head is None else head
         groups = _default_groups(model, plan, head) if clip_groups is None else clip_groups
         _refuse_unplanned_groups(groups, plan)
-        self._space = _Space(rank, projection_scale, update_proj_gap, refresh_moments, seed)
-        self.projections = self._space.projections(model, head, target_modules)
-        self.subspace = self._space.subspace(model, self.projections)
+        self._space = SpaceArguments(
+            estimator=estimator,
+            rank=rank,
+            projection_scale=projection_scale,
+            update_proj_gap=update_proj_gap,
+            refresh_moments=refresh_moments,
+            seed=seed,
+            num_directions=num_directions,
+            perturbation_scale=perturbation_scale,
+        )
+        made = make_estimator(
+            Setup(
+                model=model,
+                plan=plan,
+                arguments=self._space,
+                head=head,
+                clip_groups=groups,
+                target_modules=target_modules,
+            )
+        )
+        self.projections, self.subspace = made.projections, made.space
         self.subspace.adopt(optimizer)
         self.subspace.start_at_(self.ledger.num_releases)
-        recorder, is_single = self._recorder(capture)
+        recorder, is_single = self._recorder(capture, made.rehearsed)
         self.capture = SINGLE if is_single else BATCHED
         if is_single:
             self._batches.one_by_one()
         self._private_step = PrivateStep(
             ledger=self.ledger,
-            recorder=recorder,
-            subspace=self.subspace,
-            clip_groups=groups,
+            estimator=made.estimator(recorder),
+            space=self.subspace,
+            clip_groups=made.clip_groups,
             head=head,
             source=self._source,
         )
@@ -254,7 +248,7 @@ class PrivateTraining:
             RuntimeError: the planned steps are used up, or the trainable tensors changed.
         """
         self.model.train()
-        refuse_other_tensors(self.model, {n: t.weight for n, t in self.subspace.tensors.items()})
+        refuse_other_tensors(self.model, self.subspace.weights)
         self.subspace.refresh_(self.ledger.num_releases, self.optimizer)
         with secret_global_randomness(self._source):  # anew: somebody may have set a seed
             return self._private_step(_each_with_its_draws(batch), self._losses_of)
@@ -271,7 +265,7 @@ class PrivateTraining:
 
     def gradients(self) -> list[Tensor]:
         """The private gradients that the optimizer is about to step with."""
-        grads = (tensor.stand_in.grad for tensor in self.subspace.tensors.values())
+        grads = (stand_in.grad for stand_in in self.subspace.stand_ins.values())
         return [grad for grad in grads if grad is not None]
 
     # ---- Continuing a run ------------------------------------------------------------------
@@ -318,8 +312,12 @@ class PrivateTraining:
 
     # ---- The rehearsal ---------------------------------------------------------------------
 
-    def _recorder(self, capture: str) -> tuple[Records, bool]:
+    def _recorder(self, capture: str, projections: Projections) -> tuple[Records, bool]:
         """Takes per-sample gradients; the model is rehearsed on synthetic examples first.
+
+        Args:
+            capture: one of `CAPTURES`.
+            projections: how they are projected.
 
         Returns:
             The recorder, and whether it takes one example at a time.
@@ -331,7 +329,7 @@ class PrivateTraining:
             structure = self._batches.example(0)
         preflight = Preflight(
             model=self.model,
-            projections=self.projections,
+            projections=projections,
             examples=self._synthetic(structure),
             losses=self._losses_of,
             settle=self._settle,

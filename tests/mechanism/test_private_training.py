@@ -233,7 +233,8 @@ def test_a_state_holds_public_facts_alone() -> None:
     _, saved, _ = after_two_steps()
     assert set(saved) == {"num_releases", "reasons", "runs", "plan", "projection"}
     assert set(saved["projection"]) == {
-        *("rank", "projection_scale", "update_proj_gap", "refresh_moments", "seed", "shapes")
+        *("rank", "projection_scale", "update_proj_gap", "refresh_moments", "seed", "shapes"),
+        *("estimator", "num_directions", "perturbation_scale"),
     }
 
 
