@@ -24,16 +24,8 @@ _LENGTHS, _LABEL_LENGTHS = (8, 16), (5, 9)
 #: Label positions that count for nothing, by the convention of torch and transformers.
 IGNORED = -100
 
-_SPECIAL_TOKENS = (
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "sep_token_id",
-    "cls_token_id",
-    "mask_token_id",
-    "decoder_start_token_id",
-    "image_token_id",
-)
+#: Width and height of the page that boxes of whole numbers are on; others are its parts.
+_PAGE = 1000
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -136,7 +128,7 @@ class SyntheticExamples:
             elif is_sequence and real is not None:
                 value = value * real
             return value.to(dtype)
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and "bbox" not in key:
             drawn = torch.rand if "label" in key else torch.randn
             value = drawn(shape, generator=generator)
             return (torch.full(shape, 0.5) if number >= CONSTANT else value).to(dtype)
@@ -144,27 +136,41 @@ class SyntheticExamples:
             return self._tokens(shape, number, real if is_sequence else None, generator).to(dtype)
         if key.endswith("position_ids"):
             return torch.arange(shape[-1]).expand(shape).to(dtype)
+        if "bbox" in key:
+            boxes = self._boxes(shape, generator)
+            return (boxes / _PAGE if dtype.is_floating_point else boxes).to(dtype)
         highest = self._highest(key, shape)
         value = torch.randint(highest, shape, generator=generator)
-        if key == "bbox":
-            value = value.sort(dim=-1).values[..., [0, 1, 2, 3]]
         if "label" in key and is_sequence:
             assert real is not None
             value = value.masked_fill(~real, IGNORED)
         return value.to(dtype)
 
+    def _boxes(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Boxes (..., 4) on a page, or their corners (..., 8), none of them empty."""
+        most = min(getattr(self._config, "max_2d_position_embeddings", _PAGE + 1) - 1, _PAGE)
+        low, high = torch.randint(1, most // 2, (2, *shape[:-1], 2), generator=generator)
+        left, top = low.unbind(-1)
+        right, bottom = (low + high).unbind(-1)
+        corners = (left, top, right, top, right, bottom, left, bottom)
+        box = (left, top, right, bottom)
+        return torch.stack(corners if shape[-1] == len(corners) else box, dim=-1)
+
     def _tokens(
         self, shape: tuple[int, ...], number: int, real: Tensor | None, generator: torch.Generator
     ) -> Tensor:
         """Token ids: ordinary ones, the end of the text, padding."""
-        special = {getattr(self._config, name, None) for name in _SPECIAL_TOKENS}
+        special = _special_tokens(self._config)
         ordinary = [i for i in range(min(self._num_tokens, 4096)) if i not in special] or [0]
         pick = torch.randint(len(ordinary), shape, generator=generator)
         if number >= CONSTANT:
             pick = torch.full(shape, number % len(ordinary))
         tokens = torch.tensor(ordinary)[pick]
         end, pad = (getattr(self._config, f"{name}_token_id", None) for name in ("eos", "pad"))
-        last = -1 if real is None else int(real.nonzero()[-1])
+        last = shape[-1] - 1 if real is None else int(real.nonzero()[-1])
+        separator = getattr(self._config, "sep_token_id", None)
+        if isinstance(separator, int) and last > 1:  # three, as between and behind two texts
+            tokens[..., [last // 2 - 1, last // 2, last]] = separator
         if isinstance(end, int) and end != pad and len(shape) == 1:
             tokens[last] = end
         if real is not None:
@@ -196,6 +202,17 @@ def _real(number: int, length: int) -> Tensor:
     return place < num_real
 
 
+def _special_tokens(config: Any) -> set[Any]:
+    """Ids with a meaning of their own, of a configuration and those inside it."""
+    found: set[Any] = set()
+    for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            found.add(value)
+        elif hasattr(value, "to_dict"):
+            found |= _special_tokens(value)
+    return found
+
+
 def _resized(
     key: str, shape: tuple[int, ...], length: int, short: int, short_labels: int
 ) -> tuple[int, ...]:
@@ -212,8 +229,9 @@ def _num_tokens(model: nn.Module) -> int:
         table = get() if get is not None else None
     except (NotImplementedError, AttributeError):
         table = None
-    if isinstance(table, nn.Embedding):
-        return table.num_embeddings
+    if isinstance(table, nn.Embedding):  # some have a row more than there are tokens
+        known = getattr(getattr(model, "config", None), "vocab_size", None)
+        return min(table.num_embeddings, known) if isinstance(known, int) else table.num_embeddings
     sizes = [
         module.num_embeddings
         for name, module in model.named_modules()
