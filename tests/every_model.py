@@ -163,6 +163,8 @@ def small_model(model_type: str, class_name: str, sizes: Sizes) -> nn.Module:
     """
     config = small_config(model_type, sizes)
     kind = getattr(transformers, class_name)
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config()
     with torch.device("meta"):
         number = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
     if number > MOST_PARAMETERS:
@@ -227,6 +229,8 @@ def text(model: Any, shape: tuple[int, ...], length: int = LENGTH) -> Iterator[d
                 yield {**inputs, "bbox": boxes, name: torch.zeros(1, *image)}
     elif "attention_mask" in takes or "kwargs" in takes:
         yield inputs
+        for name in {"token_type_ids", "mm_token_type_ids"} & takes:
+            yield {**inputs, name: torch.zeros(*shape, length).long()}
     yield {"input_ids": ones}
     yield {"input_ids": ones, "decoder_input_ids": ones}
 
@@ -257,7 +261,7 @@ def structures(model: Any, head: str) -> Iterator[dict[str, Tensor]]:
             yield {**sound, "labels": labels.long()}
             yield {**sound, "labels": labels.long(), "input_ids": torch.ones(labels.shape).long()}
     elif head == "image and text":
-        for image, words in itertools.product(images(model), text(model, (1,), 96)):
+        for image, words in itertools.product(images(model), text(model, (1,), 288)):
             labels = words["input_ids"]
             yield {**words, "pixel_values": torch.zeros(1, *image), "labels": labels}
             yield {**words, "pixel_values": torch.zeros(1, 1, *image), "labels": labels}
@@ -293,7 +297,7 @@ def small(model_type: str, head: str) -> tuple[nn.Module, SyntheticExamples, Bat
             failures.append(error)
             continue
         for structure in structures(model, head):
-            tokens = labels_are_tokens(model) or head == "image and text"
+            tokens = labels_are_tokens(model)
             examples = SyntheticExamples(model, structure, labels_are_tokens=tokens)
             for batch, *_ in examples.choices():
                 try:
@@ -344,7 +348,7 @@ def by_autograd(
     model: nn.Module, inputs: Mapping[str, Any], projections: Mapping[str, Projection]
 ) -> dict[str, Tensor]:
     """Projected gradients of the loss that the model itself returns for one example."""
-    tensors = dict(model.named_parameters())
+    tensors = {n: p for n, p in model.named_parameters() if p.requires_grad}
     torch.manual_seed(1)
     with named_outputs(model.config), without_caches(configs_of(model)):
         loss = getattr(model.train()(**inputs), "loss", None)

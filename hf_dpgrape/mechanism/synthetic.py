@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_dpgrape.gradients.rehearsal import CONSTANT, PADDED, Batch
+from hf_dpgrape.mechanism.placeholders import image_token, num_image_tokens
 
 #: Lengths of the two shapes that a model of sequences is rehearsed at, and of its labels where they
 #: have a length of their own.
@@ -48,6 +49,7 @@ class SyntheticExamples:
         self._shape = {k: tuple(v.shape[1:]) for k, v in structure.items() if isinstance(v, Tensor)}
         self._num_tokens = _num_tokens(model)
         self._config = getattr(model, "config", None)
+        self._num_image_tokens = num_image_tokens(model, structure)
 
     def choices(self) -> list[list[Batch]]:
         """Batches of two short shapes; and, should the model not take these, of the example's."""
@@ -97,14 +99,17 @@ class SyntheticExamples:
         """Length of the sequences in the structure; None for other inputs."""
         whole = {k: d for k, d in self._dtypes.items() if not d.is_floating_point}
         names = ["input_ids", "decoder_input_ids", "labels", *whole]
-        return next((self._shape[n][0] for n in names if n in whole and self._shape[n]), None)
+        shape = next((self._shape[n] for n in names if n in whole and self._shape[n]), None)
+        if shape is None:
+            return None
+        return shape[-1] if "input_ids" in whole else shape[0]
 
     def _example(self, number: int, shapes: Shapes) -> dict[str, Tensor]:
         """One example."""
         generator = torch.Generator().manual_seed(1000 + number)
         ids = next((s for k, s in shapes.items() if k.endswith("input_ids") and s), None)
         length = ids[-1] if ids else None
-        real = None if length is None else _real(number, length)
+        real = None if length is None else _real(number, length, self._num_image_tokens)
         return {
             key: self._value(key, shape, number, real, generator) for key, shape in shapes.items()
         }
@@ -139,6 +144,8 @@ class SyntheticExamples:
         if "bbox" in key:
             boxes = self._boxes(shape, generator)
             return (boxes / _PAGE if dtype.is_floating_point else boxes).to(dtype)
+        if key == "mm_token_type_ids":
+            return self._is_image(shape).to(dtype)
         highest = self._highest(key, shape)
         value = torch.randint(highest, shape, generator=generator)
         if "label" in key and is_sequence:
@@ -175,7 +182,13 @@ class SyntheticExamples:
             tokens[last] = end
         if real is not None:
             tokens = tokens.masked_fill(~real, pad if isinstance(pad, int) else 0)
-        return tokens
+        image = image_token(self._config)
+        return tokens if image is None else tokens.masked_fill(self._is_image(shape), image)
+
+    def _is_image(self, shape: tuple[int, ...]) -> Tensor:
+        """Which tokens stand for an image: some behind the first."""
+        place = torch.arange(shape[-1]).expand(shape)
+        return (place > 0) & (place <= self._num_image_tokens)
 
     def _highest(self, key: str, shape: tuple[int, ...]) -> int:
         """One more than the largest value of an integer input."""
@@ -193,13 +206,13 @@ class SyntheticExamples:
         return min(self._length() or default, default)
 
 
-def _real(number: int, length: int) -> Tensor:
+def _real(number: int, length: int, num_image_tokens: int = 0) -> Tensor:
     """Which positions of an example are not padding, (length,)."""
     place = torch.arange(length)
     if not PADDED <= number < CONSTANT:
         return place >= 0
     num_real = max(1, math.ceil(length / 2) + (number - PADDED) % 2 - (number - PADDED) // 2)
-    return place < num_real
+    return place < max(num_real, num_image_tokens + 2)
 
 
 def _special_tokens(config: Any) -> set[Any]:
