@@ -99,6 +99,7 @@ _WIDTHS: tuple[tuple[str, int], ...] = (
     (r"(hidden_size|embed_dim|embedding_size|embed_proj_dim|hidden_dim)$", 16),
     (r"(hidden_sizes|embed_dims|encoder_stride|channels)$", 16),
     (r"rotary_dim", 4),
+    (r"projection_dim$", 16),
     (r"^patch_size$", 8),
 )
 #: What is shrunk, from all to little: sizes that must agree in ways that no name tells keep theirs.

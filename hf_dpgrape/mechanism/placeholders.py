@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,8 @@ def num_image_tokens(model: nn.Module, structure: Mapping[str, Any]) -> int:
     with torch.no_grad(), undisturbed(model):
         try:
             features = features_of(pixel_values=zeros)
-            width = features_of.__self__.get_input_embeddings().weight.shape[1]
         except Exception:  # it wants more than the image; the rehearsal then says so
             return 0
     features = getattr(features, "pooler_output", features)
-    tensors = [leaf for leaf in pytree.tree_leaves(features) if isinstance(leaf, Tensor)]
-    return sum(tensor.numel() for tensor in tensors) // int(width)
+    leaves = pytree.tree_leaves(features)
+    return sum(math.prod(leaf.shape[:-1]) for leaf in leaves if isinstance(leaf, Tensor))
