@@ -18,10 +18,12 @@ from transformers.models.auto import modeling_auto as auto
 
 from hf_dpgrape.hf.own_loss import (
     LABELS,
+    configs_of,
     kept_problem_type,
     named_outputs,
     own_loss_of_one,
     takes_labels,
+    without_caches,
 )
 from hf_dpgrape.hf.row_by_row import RowByRow
 from hf_dpgrape.mechanism.synthetic import IGNORED
@@ -29,7 +31,13 @@ from hf_dpgrape.privacy.randomness import global_randomness_restored
 
 #: Tasks whose labels are tokens.
 _TOKEN_TASKS = frozenset(
-    {"text-generation", "fill-mask", "text2text-generation", "automatic-speech-recognition"}
+    {
+        "text-generation",
+        "fill-mask",
+        "text2text-generation",
+        "automatic-speech-recognition",
+        "image-text-to-text",
+    }
 )
 
 Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
@@ -140,6 +148,7 @@ _TASKS: tuple[tuple[Mapping[str, Any], Loss, str], ...] = (
     (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, seq2seq_lm, "text2text-generation"),
     (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, causal_lm, "text-generation"),
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level, "fill-mask"),
+    (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, seq2seq_lm, "image-text-to-text"),
 )
 
 #: Losses with one label per position.
@@ -157,7 +166,7 @@ def _tasks_of(model: nn.Module) -> list[tuple[Loss, str]]:
     found = []
     for names, loss, task in _TASKS:
         if any(name in (v if isinstance(v, tuple) else (v,)) for v in names.values()):
-            # Speech models without a decoder of their own read the text after the sound.
+            # Models of sound or images without a decoder of their own read the text after these.
             found.append((causal_lm if loss is seq2seq_lm and not has_encoder else loss, task))
     return found
 
@@ -229,6 +238,7 @@ class PerSampleLoss:
             )
         self._loss = loss
         self._head: Any = head
+        self._configs = configs_of(head)
 
     @property
     def labels_are_tokens(self) -> bool:
@@ -256,6 +266,11 @@ class PerSampleLoss:
 
     def with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """One loss per sample (B,) of this batch, and what the model returned."""
+        with without_caches(self._configs):
+            return self._with_outputs(model, inputs)
+
+    def _with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """As `with_outputs`."""
         if self._is_own:
             return own_loss_of_one(self._head, model, inputs)
         if self._by_row is None:
@@ -312,6 +327,11 @@ class PerSampleLoss:
             return ""
         if self._is_own:
             return self.why_single
+        with without_caches(self._configs):
+            return self._settled(model, inputs)
+
+    def _settled(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
+        """As `settle`, where there are candidates."""
         name = type(self._head).__name__
         if getattr(self._head.config, "output_router_logits", False):
             return (
