@@ -130,7 +130,7 @@ DATA = (
         "generators not seeded anew before the model takes an example alone",
         "mechanism/private_training.py",
         {"            reseed_global_(part.seeds)": "            pass"},
-        ("hf/test_one_example.py::test_models_whose_samples_meet",),
+        ("mechanism/test_private_training.py::test_an_example_taken_alone_has_its_own_draws",),
     ),
     Fault(
         "a collator keeps attributes for the next example",
@@ -343,7 +343,8 @@ NOISE = (
         "mechanism/private_step.py",
         {
             "        self._add_noise_once_(released)": (
-                "        if logical_batch:\n            self._add_noise_once_(released)"
+                "        if any(total.any() for total in released):\n"
+                "            self._add_noise_once_(released)"
             )
         },
         (

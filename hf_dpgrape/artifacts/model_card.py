@@ -92,6 +92,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("epsilon", f"**{_shown(record['epsilon'])}** at delta {record['target_delta']:g}"),
         *(("what this budget is worth", warning) for warning in _budget_warnings(record)),
+        *_method(record),
         ("epsilon by accountant", _by_accountant(record["epsilon_by_accountant"])),
         ("unit of privacy", record["unit_of_privacy"]),
         ("neighboring relation", plan["neighboring_relation"].replace("_", " ")),
@@ -103,7 +104,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
         ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
-        ("projection", _projection(record["projection"])),
+        ("projection", _projection(record)),
         *_capture(record["projection"]),
         ("randomness of noise and sampling", record["projection"]["randomness"]),
         ("versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())),
@@ -149,9 +150,26 @@ def _private_loss(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("training loss, released with noise", text)]
 
 
-def _projection(projection: Mapping[str, Any]) -> str:
+def _method(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and sentence of the method; nothing where the record does not say."""
+    method = record.get("method")
+    return [("method", f"{method['name']}: {method['says']}")] if method else []
+
+
+def _projection(record: Mapping[str, Any]) -> str:
+    projection, method = record["projection"], record.get("method", {})
+    if method.get("estimator") == "zeroth_order":
+        return (
+            f"{method['num_directions']} random direction(s) a step, new at every step, looked at "
+            f"{method['perturbation_scale']:g} along each, public seed {projection['seed']}"
+        )
     if not projection["rank"]:
         return "none"
+    if method.get("estimator") == "galore":
+        return (
+            f"after the noise, on {projection['rank']} singular vectors of the private gradient, "
+            f"{_renewal(projection['update_proj_gap'])}"
+        )
     gap, whole = projection["update_proj_gap"], projection.get("unprojected_matrices", [])
     return (
         f"rank {projection['rank']}, entries of standard deviation {projection['scale']}, "

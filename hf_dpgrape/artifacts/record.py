@@ -29,6 +29,7 @@ def privacy_record(
     steps_done: int,
     projection: Mapping[str, Any],
     *,
+    method: Mapping[str, Any] | None = None,
     steps_counted: int | None = None,
     counted_because: Sequence[str] = (),
     optimizer: Mapping[str, Any] | None = None,
@@ -45,6 +46,7 @@ def privacy_record(
         plan: the run's plan.
         steps_done: releases behind the present weights, an interrupted one included.
         projection: what `projection_record` returned, and where randomness came from.
+        method: name, sentence, estimator and numbers of the method, if it is told.
         steps_counted: steps that epsilon counts, if more than those done: where results decide
             on the last step or on the one that is kept, all planned steps count.
         counted_because: why all planned steps count.
@@ -68,6 +70,7 @@ def privacy_record(
         "sampling": plan.sampling.describe(),
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
+        **({"method": dict(method)} if method else {}),
         "projection": dict(projection),
         "optimizer": dict(optimizer or {}),
         "tuning": dict(tuning or {}),

@@ -39,12 +39,15 @@ class Families:
         scale_dims: classes that multiply activations by a bare vector: how many dimensions an
             activation has between the batch and the vector's own.
         loaded_flag: attribute that is set on the tensors that a checkpoint did have.
+        refused: why a class, and those derived from it, cannot be trained privately at all, by the
+            class's qualified name.
     """
 
     rules: Mapping[str, Callable[[], Rule]] = field(default_factory=dict)
     methods: tuple[tuple[str, str, str], ...] = ()
     scale_dims: Mapping[str, int] = field(default_factory=dict)
     loaded_flag: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 #: Those known in this process; none where `hf_dpgrape.hf` was not imported.
@@ -140,7 +143,9 @@ def refusal(module: nn.Module) -> str:
             "nn.Embedding with `scale_grad_by_freq` or `sparse` has no dense per-sample gradient; "
             "unset the option"
         )
-    return ""
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
+    reasons = (why for known in _FAMILIES for kind, why in known.refused.items() if kind in kinds)
+    return next(reasons, "")
 
 
 def _rule_for(module: nn.Module) -> Rule:

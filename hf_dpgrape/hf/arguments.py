@@ -21,6 +21,8 @@ from hf_dpgrape.hf.argument_checks import (
     refuse_unused_muon_rate,
 )
 from hf_dpgrape.hf.clip_shares import equal_shares, with_loss
+from hf_dpgrape.hf.method_arguments import MethodArguments
+from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
 from hf_dpgrape.optim.table import OPTIMIZERS
 from hf_dpgrape.privacy.plan import (
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class DPGrapeTrainingArguments(TrainingArguments):
+class DPGrapeTrainingArguments(MethodArguments, TrainingArguments):
     """Arguments of a private training run.
 
     All of `transformers.TrainingArguments` mean what they mean there, except that
@@ -77,10 +79,6 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "choices": ["flat", "automatic"],
         },
     )
-    rank: int = field(
-        default=16,
-        metadata={"help": "Rank of the gradient projection; 0 trains in the full space."},
-    )
     update_proj_gap: int | None = field(
         default=None,
         metadata={
@@ -103,9 +101,13 @@ class DPGrapeTrainingArguments(TrainingArguments):
             "choices": ["keep", "reset"],
         },
     )
-    optim: str = field(  # transformers' own type would have HfArgumentParser refuse our names
-        default="adamw_torch_fused",
-        metadata={"help": "As in transformers, or muon (with AdamW for the rest), or adamw_bc."},
+    # transformers' own type would have HfArgumentParser refuse our names; the method fills it in.
+    optim: str = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "As in transformers, or muon (with AdamW for the rest), or adamw_bc. Default: "
+            "the method's, or adamw_torch_fused."
+        },
     )
     # None first, as transformers has it: HfArgumentParser fails on any other order.
     optim_target_modules: None | str | list[str] = field(  # noqa: RUF036
@@ -260,6 +262,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without model and data."""
+        fill_in_(self)
         own_optimizer = self.optim if self.optim in OPTIMIZERS else None
         if own_optimizer:  # transformers does not know it by name
             self.optim = OptimizerNames.ADAMW_TORCH
@@ -293,6 +296,7 @@ class DPGrapeTrainingArguments(TrainingArguments):
         refuse_what_a_launcher_set(self)
         self._check_budget()
         self._check_choices()
+        refuse_conflicts(self)
 
     def check_again(self) -> None:
         """As `check`, before a run of arguments that were made before.

@@ -92,7 +92,7 @@ class Disclosure:
         if loss.private_mean is not None:
             self._private_losses.append(float(loss.private_mean))
         raw_sum = loss.raw_sum if self._is_asked_for else torch.zeros(())
-        return raw_sum / plan.expected_batch_size
+        return (raw_sum / plan.expected_batch_size).to(self._trainer.args.device)
 
     def shown_output(self, output: TrainOutput) -> TrainOutput:
         """What `train` returns: without the mean loss unless it is asked for."""

@@ -22,4 +22,10 @@ FAMILIES = Families(
     ),
     scale_dims={"BeitLayer": 1, "ConvNextLayer": 2},
     loaded_flag="_is_hf_initialized",
+    refused={
+        "peft.tuners.adalora.layer.AdaLoraLayer": (
+            "AdaLoRA moves its budget of ranks by raw gradients of private examples; use another "
+            "adapter, as LoRA"
+        ),
+    },
 )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from transformers import Trainer
 
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+from hf_dpgrape.hf.methods import refuse_given_optimizer
 from hf_dpgrape.hf.rates import own_optimizer
 from hf_dpgrape.hf.trained_run import TrainedRun
 from hf_dpgrape.privacy.plan import PrivacyPlan
@@ -18,19 +19,24 @@ class GivenOptimizer:
 
     Args:
         trainer: the trainer, just made.
+        args: its arguments.
 
     Attributes:
         name: class of the optimizer that was passed, as an object or as a class with arguments;
             None without one.
+
+    Raises:
+        ValueError: the method has an optimizer of its own.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, args: DPGrapeTrainingArguments) -> None:
         self._trainer = trainer
         self.name: str | None = None
         if trainer.optimizer is not None:
             self.name = type(trainer.optimizer).__name__
         elif trainer.optimizer_cls_and_kwargs is not None:
             self.name = trainer.optimizer_cls_and_kwargs[0].__name__
+        refuse_given_optimizer(args, self.name)
 
     def drop_(self) -> None:
         """Makes the trainer forget optimizer and schedule of the run before.

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from hf_dpgrape.hf.own_loss import (
     LABELS,
+    configs_of,
     kept_problem_type,
     named_outputs,
     own_loss_of_one,
     takes_labels,
+    without_caches,
 )
 from hf_dpgrape.hf.row_by_row import RowByRow
 from hf_dpgrape.hf.task_losses import (
@@ -69,6 +71,7 @@ class PerSampleLoss:
             )
         self._loss = loss
         self._head: Any = head
+        self._configs = configs_of(head)
 
     @property
     def labels_are_tokens(self) -> bool:
@@ -96,6 +99,11 @@ class PerSampleLoss:
 
     def with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """One loss per sample (B,) of this batch, and what the model returned."""
+        with without_caches(self._configs):
+            return self._with_outputs(model, inputs)
+
+    def _with_outputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """As `with_outputs`."""
         if self._is_own:
             return own_loss_of_one(self._head, model, inputs)
         if self._by_row is None:
@@ -152,6 +160,11 @@ class PerSampleLoss:
             return ""
         if self._is_own:
             return self.why_single
+        with without_caches(self._configs):
+            return self._settled(model, inputs)
+
+    def _settled(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
+        """As `settle`, where there are candidates."""
         name = type(self._head).__name__
         if getattr(self._head.config, "output_router_logits", False):
             return (

@@ -6,7 +6,7 @@ It may average, compare or balance over a batch. With one example in it, that is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,28 @@ def named_outputs(config: Any) -> Iterator[None]:
         yield
     finally:
         config.return_dict = wanted
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configurations of a model and of those inside it, which may be copies."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+@contextmanager
+def without_caches(configs: Iterable[Any]) -> Iterator[None]:
+    """Lets no part of a model fill a cache, which training never reads.
+
+    Some models cannot even make theirs outside of generation.
+    """
+    filling = [config for config in configs if getattr(config, "use_cache", False) is True]
+    for config in filling:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in filling:
+            config.use_cache = True
 
 
 @contextmanager

@@ -105,6 +105,9 @@ def run_facts(
         if p.requires_grad
     ]
     projection = {
+        "method": args.method,
+        "num_directions": args.num_directions,
+        "perturbation_scale": args.perturbation_scale,
         "rank": args.rank,
         "scale": args.projection_scale,
         "update_proj_gap": args.refresh_gap(plan.num_steps),
@@ -123,7 +126,7 @@ def run_facts(
 
 def groups_of(training: PrivateTraining) -> str:
     """Which tensors the optimizer's groups hold, in their order."""
-    names = {id(t.stand_in): name for name, t in training.subspace.tensors.items()}
+    names = {id(stand_in): name for name, stand_in in training.subspace.stand_ins.items()}
     groups = [[names[id(p)] for p in g["params"]] for g in training.optimizer.param_groups]
     return f"{len(groups)} of sha256 {_digest(groups)}"
 

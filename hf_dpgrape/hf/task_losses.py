@@ -21,7 +21,13 @@ from hf_dpgrape.mechanism.synthetic import IGNORED
 
 #: Tasks whose labels are tokens.
 _TOKEN_TASKS = frozenset(
-    {"text-generation", "fill-mask", "text2text-generation", "automatic-speech-recognition"}
+    {
+        "text-generation",
+        "fill-mask",
+        "text2text-generation",
+        "automatic-speech-recognition",
+        "image-text-to-text",
+    }
 )
 
 Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
@@ -132,6 +138,7 @@ _TASKS: tuple[tuple[Mapping[str, Any], Loss, str], ...] = (
     (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, seq2seq_lm, "text2text-generation"),
     (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, causal_lm, "text-generation"),
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, token_level, "fill-mask"),
+    (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, seq2seq_lm, "image-text-to-text"),
 )
 
 #: Losses with one label per position.
@@ -145,7 +152,7 @@ def _tasks_of(model: nn.Module) -> list[tuple[Loss, str]]:
     found = []
     for names, loss, task in _TASKS:
         if any(name in (v if isinstance(v, tuple) else (v,)) for v in names.values()):
-            # Speech models without a decoder of their own read the text after the sound.
+            # Models of sound or images without a decoder of their own read the text after these.
             found.append((causal_lm if loss is seq2seq_lm and not has_encoder else loss, task))
     return found
 

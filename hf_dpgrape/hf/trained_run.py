@@ -20,6 +20,7 @@ from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.choices import Choices
 from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.dpmup import WidthTransfer
+from hf_dpgrape.hf.methods import method_of, method_record
 from hf_dpgrape.hf.planning import clip_groups, head_tensors
 from hf_dpgrape.hf.rates import set_rates
 from hf_dpgrape.hf.resuming import Facts, groups_of, run_facts
@@ -37,12 +38,14 @@ class TrainedRun:
         width_transfer: DP-muP's rules; None without them.
         rates_were_set: whether tensors were given rates of their own.
         facts: on which the optimizer's state depends, by section of the record.
+        method: what the record says of it.
     """
 
     training: PrivateTraining
     width_transfer: WidthTransfer | None
     rates_were_set: bool
     facts: Facts
+    method: Mapping[str, Any]
 
     def record(
         self,
@@ -71,6 +74,7 @@ class TrainedRun:
                 **projection_record(training.projections.values(), training.capture),
                 "randomness": SECRET if training.is_secret else FIXED,
             },
+            method=self.method,
             steps_counted=ledger.steps_counted(),
             counted_because=ledger.reasons,
             optimizer=self.facts["optimizer"],
@@ -119,6 +123,9 @@ def trained_run(
         losses,
         **data,
         capture=args.capture,
+        estimator=method_of(args).estimator,
+        num_directions=args.num_directions,
+        perturbation_scale=args.perturbation_scale,
         rank=args.rank,
         head=head,
         clip_groups=clip_groups(args, model, head, width_transfer),
@@ -137,4 +144,5 @@ def trained_run(
         width_transfer=width_transfer,
         rates_were_set=rates_were_set,
         facts=facts,
+        method=method_record(args),
     )

@@ -24,6 +24,7 @@ from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.dpmup import proxy_of
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
+from hf_dpgrape.hf.methods import prepared, with_prepared_model
 from hf_dpgrape.hf.planning import Planned, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
@@ -55,9 +56,8 @@ class DPGrapeMixin(TrainerPart):
         After `train()` the weights, the checkpoints and the logs are
         (`plan.epsilon(steps_counted)`, `target_delta`)-DP in the training set, add-or-remove-one,
         unless `log_non_private_metrics` is set (then the logs are not). The steps counted are
-        those that the mechanism itself has counted, whoever called it, or all planned ones if
-        results may decide where the run ends or which checkpoint is kept; `privacy_record()`
-        tells.
+        those that the mechanism itself has counted, or all planned ones if results may decide
+        where the run ends or which checkpoint is kept; `privacy_record()` tells.
     """
 
     args: DPGrapeTrainingArguments
@@ -75,12 +75,13 @@ class DPGrapeMixin(TrainerPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_bypasses(type(self), DPGrapeMixin)
+        args, kwargs = with_prepared_model(args, kwargs, DPGrapeTrainingArguments)
         super().__init__(*args, **kwargs)
         refuse_other_arguments(self.args)
         self._publisher = Publisher(self)
         self._disclosure = Disclosure(self, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         self._source = secret_source(self.args)
-        self._given_optimizer = GivenOptimizer(self)
+        self._given_optimizer = GivenOptimizer(self, self.args)
         if self.args.bf16_weights:
             self.model.to(torch.bfloat16)
         show_epsilon(self, lambda step: self._told_ledger().epsilon(step))
@@ -207,8 +208,7 @@ class DPGrapeMixin(TrainerPart):
         """One private step on a logical batch; the loss it returns is 0 unless asked for."""
         assert self.private_training is not None
         loss = self.private_training.take_gradient(inputs)
-        plan = self.private_training.ledger.plan
-        return self._disclosure.shown_loss(loss, plan).to(self.args.device)
+        return self._disclosure.shown_loss(loss, self.private_training.ledger.plan)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """Norm of the private gradient, which is noised already."""
@@ -231,7 +231,7 @@ class DPGrapeMixin(TrainerPart):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs epsilon spent so far, and no raw loss unless it was asked for."""
-        self._disclosure.filter_(logs, None if self._ledger is None else self._told_ledger)
+        self._disclosure.filter_(logs, self._told_ledger if self._ledger else None)
         super().log(logs, start_time)
 
     def evaluate(
@@ -314,7 +314,7 @@ class DPGrapeMixin(TrainerPart):
         self._recorded = {}
         if self._ledger is not None:
             self._ledger.begin_run()
-        model = super().call_model_init(trial)
+        model: nn.Module = prepared(super().call_model_init(trial), self.args)
         return model.to(torch.bfloat16) if self.args.bf16_weights else model
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -367,8 +367,8 @@ class DPGrapeMixin(TrainerPart):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as `README.md` into the output folder.
 
-        Takes the Trainer's arguments; those about the training data set's name are not used, as
-        the card tells nothing about private data that is not in the privacy record.
+        Takes the Trainer's arguments; those about the data set's name are not used, as the card
+        tells nothing about private data that is not in the privacy record.
         """
         if not self.is_world_process_zero():
             return

@@ -7,6 +7,7 @@ is post-processing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor, distributed
 
 from hf_dpgrape.gradients.forms import PerSampleGradients
-from hf_dpgrape.gradients.recording import Records
+from hf_dpgrape.mechanism.estimators.base import Estimator, Space
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
 from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, Seeds
-from hf_dpgrape.subspace.parameters import Subspace
 
 
 class PhysicalBatch(NamedTuple):
@@ -125,9 +125,9 @@ class PrivateStep:
 
     Args:
         ledger: counts the releases, and has the plan.
-        recorder: takes the per-sample projected gradients.
-        subspace: the trainable tensors and their stand-ins.
-        clip_groups: clip group of each tensor, by canonical name; one of the plan's.
+        estimator: gives each sample a vector; which one it is changes nothing here.
+        space: names the parts of the vector, and takes the private gradient.
+        clip_groups: clip group of each part, by name; one of the plan's.
         head: canonical names of the tensors that are trained alone in the plan's first
             `head_only_steps` steps.
         source: secret randomness for the noise.
@@ -137,15 +137,15 @@ class PrivateStep:
         self,
         *,
         ledger: RunLedger,
-        recorder: Records,
-        subspace: Subspace,
+        estimator: Estimator,
+        space: Space,
         clip_groups: Mapping[str, str],
         head: frozenset[str] = frozenset(),
         source: SecretSource,
     ) -> None:
         self.ledger = ledger
-        self._recorder = recorder
-        self._subspace = subspace
+        self._estimator = estimator
+        self._space = space
         self._clip_groups = clip_groups
         self._head = head
         self._source = source
@@ -167,23 +167,22 @@ class PrivateStep:
             ValueError: the losses are not one per sample.
         """
         step, plan = self.ledger.count_release(), self.ledger.plan
-        self._subspace.set_gradients({})  # the last step's are not needed beside this one's
+        self._space.set_gradients({})  # the last step's are not needed beside this one's
         groups = self._groups_at(step)
         names = frozenset(name for group in groups.values() for name in group)
-        sums = self._subspace.zero_sums(names)
+        sums = self._space.zero_sums(names)
         raw_sum = loss_sum = torch.zeros((), dtype=torch.float64)
 
         for physical_batch in logical_batch:
             clipped = ClippedSum(plan, groups, plan.shares_at(step), sums)
-            record = self._recorder.record(
-                physical_batch.num_samples, names, clipped, inputs=physical_batch.inputs
+            losses, vectors = self._estimator(
+                physical_batch.num_samples,
+                physical_batch.inputs,
+                functools.partial(_checked, per_sample_losses, physical_batch),
+                names=names,
+                when_complete=clipped,
             )
-            with record as gradients:
-                losses = per_sample_losses(physical_batch.inputs)
-                check_losses(losses, physical_batch.num_samples)
-                if losses.requires_grad:
-                    losses.sum().backward()  # type: ignore[no-untyped-call]
-            clipped.finish(gradients)
+            clipped.finish(vectors)
             raw_losses = losses.detach().cpu().double()
             raw_sum = raw_sum + raw_losses.sum()
             loss_sum = loss_sum + clamped(raw_losses, plan.private_loss_bound or 0.0).sum()
@@ -194,14 +193,14 @@ class PrivateStep:
         self._add_noise_once_(released)
         for total in released:
             total.div_(plan.expected_batch_size)
-        self._subspace.set_gradients(sums)
+        self._space.set_gradients(sums)
         return StepLoss(raw_sum.float(), released[-1] / scale if scale else None)
 
     def _groups_at(self, step: int) -> dict[str, list[str]]:
         """The tensors of each clip group that is trained at a step."""
         plan = self.ledger.plan
         groups: dict[str, list[str]] = {group: [] for group in plan.shares_at(step)}
-        for name in self._subspace:
+        for name in self._space:
             if step >= plan.head_only_steps:
                 groups[self._clip_groups[name]].append(name)
             elif name in self._head:
@@ -228,6 +227,13 @@ class PrivateStep:
         if parallel:
             for total in sums:
                 distributed.all_reduce(total)
+
+
+def _checked(per_sample_losses: Callable[[Any], Tensor], batch: PhysicalBatch) -> Tensor:
+    """The losses of a physical batch, one per sample."""
+    losses = per_sample_losses(batch.inputs)
+    check_losses(losses, batch.num_samples)
+    return losses
 
 
 def clamped(losses: Tensor, bound: float) -> Tensor:

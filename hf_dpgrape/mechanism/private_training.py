@@ -16,13 +16,19 @@ from torch.utils import _pytree as pytree
 
 from hf_dpgrape.gradients.recording import AUTO, BATCHED, CAPTURES, SINGLE, Records
 from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
+from hf_dpgrape.mechanism.clip_groups import default_groups, refuse_unplanned_groups
+from hf_dpgrape.mechanism.estimators.base import Setup, SpaceArguments
+from hf_dpgrape.mechanism.estimators.table import BACKWARD, make_estimator
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
-from hf_dpgrape.mechanism.space import Space
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
-from hf_dpgrape.mechanism.tensors import TargetModules, newly_initialized, refuse_other_tensors
+from hf_dpgrape.mechanism.tensors import (
+    TargetModules,
+    newly_initialized,
+    refuse_other_tensors,
+)
 from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict, run_to_dict
-from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
+from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
     SecretSource,
     global_randomness_restored,
@@ -30,12 +36,13 @@ from hf_dpgrape.privacy.randomness import (
     secret_global_randomness,
 )
 from hf_dpgrape.subspace.parameters import Moments
-from hf_dpgrape.subspace.projection import Scale
+from hf_dpgrape.subspace.projection import Projection, Scale
 
 _LEFT = "the loop was left before its planned steps"
-
-#: Runs a model on a batch; one loss per sample.
+#: One loss per sample of a batch.
 PerSampleLosses = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+Projections = Mapping[str, Projection]
 
 #: Makes synthetic examples of the structure of a collated one.
 Synthetic = Callable[[Mapping[str, Any]], SyntheticExamples]
@@ -93,6 +100,9 @@ class PrivateTraining:
             former where it is exact.
         length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
         longest: most tokens that the model takes; None if it does not limit them.
+        estimator: what a step releases of an example, a name in `ESTIMATORS`: "backward" for its
+            projected gradient, "zeroth_order" for differences of its loss along random
+            directions, "galore" for its full gradient, projected after the noise.
         rank: of the projections; 0 for full space.
         head: canonical names of tensors that are not projected, and are the plan's HEAD group if
             it has one; None for those that a checkpoint did not have.
@@ -101,7 +111,9 @@ class PrivateTraining:
         refresh_moments: what becomes of the optimizer's moments at a refresh.
         projection_scale: standard deviation of the projections' entries.
         target_modules: which tensors are projected; None for all but the head.
-        seed: public seed of projections and rounding.
+        num_directions: random directions of a step of zeroth order.
+        perturbation_scale: how far along each of them the loss is looked at.
+        seed: public seed of projections, directions and rounding.
         ledger: of a run that is continued, or whose earlier runs count; None for a new one.
         source: secret randomness; None for the operating system's.
         synthetic: makes the examples of the rehearsal; None for `SyntheticExamples`.
@@ -127,6 +139,7 @@ class PrivateTraining:
         capture: str = AUTO,
         length_grid: int = 0,
         longest: int | None = None,
+        estimator: str = BACKWARD,
         rank: int = 16,
         head: frozenset[str] | None = None,
         clip_groups: Mapping[str, str] | None = None,
@@ -134,6 +147,8 @@ class PrivateTraining:
         refresh_moments: Moments = "keep",
         projection_scale: Scale = "1/sqrt(r)",
         target_modules: TargetModules = None,
+        num_directions: int = 1,
+        perturbation_scale: float = 1e-3,
         seed: int = 42,
         ledger: RunLedger | None = None,
         source: SecretSource | None = None,
@@ -158,22 +173,40 @@ class PrivateTraining:
         )
         refuse_other_optimizer(optimizer, model)
         head = newly_initialized(model) if head is None else head
-        groups = _default_groups(model, plan, head) if clip_groups is None else clip_groups
-        _refuse_unplanned_groups(groups, plan)
-        self._space = Space(rank, projection_scale, update_proj_gap, refresh_moments, seed)
-        self.projections = self._space.projections(model, head, target_modules)
-        self.subspace = self._space.subspace(model, self.projections)
+        groups = default_groups(model, plan, head) if clip_groups is None else clip_groups
+        refuse_unplanned_groups(groups, plan)
+        self._space = SpaceArguments(
+            estimator=estimator,
+            rank=rank,
+            projection_scale=projection_scale,
+            update_proj_gap=update_proj_gap,
+            refresh_moments=refresh_moments,
+            seed=seed,
+            num_directions=num_directions,
+            perturbation_scale=perturbation_scale,
+        )
+        made = make_estimator(
+            Setup(
+                model=model,
+                plan=plan,
+                arguments=self._space,
+                head=head,
+                clip_groups=groups,
+                target_modules=target_modules,
+            )
+        )
+        self.projections, self.subspace = made.projections, made.space
         self.subspace.adopt(optimizer)
         self.subspace.start_at_(self.ledger.num_releases)
-        recorder, is_single = self._recorder(capture)
+        recorder, is_single = self._recorder(capture, made.rehearsed)
         self.capture = SINGLE if is_single else BATCHED
         if is_single:
             self._batches.one_by_one()
         self._private_step = PrivateStep(
             ledger=self.ledger,
-            recorder=recorder,
-            subspace=self.subspace,
-            clip_groups=groups,
+            estimator=made.estimator(recorder),
+            space=self.subspace,
+            clip_groups=made.clip_groups,
             head=head,
             source=self._source,
         )
@@ -216,7 +249,7 @@ class PrivateTraining:
             RuntimeError: the planned steps are used up, or the trainable tensors changed.
         """
         self.model.train()
-        refuse_other_tensors(self.model, {n: t.weight for n, t in self.subspace.tensors.items()})
+        refuse_other_tensors(self.model, self.subspace.weights)
         self.subspace.refresh_(self.ledger.num_releases, self.optimizer)
         with secret_global_randomness(self._source):  # anew: somebody may have set a seed
             return self._private_step(_each_with_its_draws(batch), self._losses_of)
@@ -233,7 +266,7 @@ class PrivateTraining:
 
     def gradients(self) -> list[Tensor]:
         """The private gradients that the optimizer is about to step with."""
-        grads = (tensor.stand_in.grad for tensor in self.subspace.tensors.values())
+        grads = (stand_in.grad for stand_in in self.subspace.stand_ins.values())
         return [grad for grad in grads if grad is not None]
 
     # ---- Continuing a run ------------------------------------------------------------------
@@ -280,8 +313,12 @@ class PrivateTraining:
 
     # ---- The rehearsal ---------------------------------------------------------------------
 
-    def _recorder(self, capture: str) -> tuple[Records, bool]:
+    def _recorder(self, capture: str, projections: Projections) -> tuple[Records, bool]:
         """Takes per-sample gradients; the model is rehearsed on synthetic examples first.
+
+        Args:
+            capture: one of `CAPTURES`.
+            projections: how they are projected.
 
         Returns:
             The recorder, and whether it takes one example at a time.
@@ -293,7 +330,7 @@ class PrivateTraining:
             structure = self._batches.example(0)
         preflight = Preflight(
             model=self.model,
-            projections=self.projections,
+            projections=projections,
             examples=self._synthetic(structure),
             losses=self._losses_of,
             settle=self._settle,
@@ -327,26 +364,6 @@ def _moved(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         return tensor.to(device, non_blocking=True)
 
     return {name: pytree.tree_map_only(Tensor, move, value) for name, value in inputs.items()}
-
-
-def _default_groups(model: nn.Module, plan: PrivacyPlan, head: frozenset[str]) -> dict[str, str]:
-    """The head's group, if the plan has one, and the body's."""
-    return {
-        name: HEAD if HEAD in plan.clip_shares and name in head else BODY
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-
-
-def _refuse_unplanned_groups(groups: Mapping[str, str], plan: PrivacyPlan) -> None:
-    """Refuses clip groups that have no share of the clip norm."""
-    of_the_loss = set() if plan.private_loss_bound is None else {LOSS}
-    planned = set(plan.clip_shares) - of_the_loss
-    if unknown := sorted(set(groups.values()) - planned):
-        raise ValueError(
-            f"Expected clip groups that the plan's `clip_shares` have, {sorted(planned)}, got "
-            f"`{unknown[0]}` and {len(unknown) - 1} more; plan a share for each."
-        )
 
 
 def _broadcast_(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hf_dpgrape.gradients.rehearsal import CONSTANT, PADDED, Batch
+from hf_dpgrape.mechanism.placeholders import image_token, num_image_tokens
 
 #: Lengths of the two shapes that a model of sequences is rehearsed at, and of its labels where they
 #: have a length of their own.
@@ -24,16 +25,8 @@ _LENGTHS, _LABEL_LENGTHS = (8, 16), (5, 9)
 #: Label positions that count for nothing, by the convention of torch and transformers.
 IGNORED = -100
 
-_SPECIAL_TOKENS = (
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "sep_token_id",
-    "cls_token_id",
-    "mask_token_id",
-    "decoder_start_token_id",
-    "image_token_id",
-)
+#: Width and height of the page that boxes of whole numbers are on; others are its parts.
+_PAGE = 1000
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,6 +49,7 @@ class SyntheticExamples:
         self._shape = {k: tuple(v.shape[1:]) for k, v in structure.items() if isinstance(v, Tensor)}
         self._num_tokens = _num_tokens(model)
         self._config = getattr(model, "config", None)
+        self._num_image_tokens = num_image_tokens(model, structure)
 
     def choices(self) -> list[list[Batch]]:
         """Batches of two short shapes; and, should the model not take these, of the example's."""
@@ -105,14 +99,17 @@ class SyntheticExamples:
         """Length of the sequences in the structure; None for other inputs."""
         whole = {k: d for k, d in self._dtypes.items() if not d.is_floating_point}
         names = ["input_ids", "decoder_input_ids", "labels", *whole]
-        return next((self._shape[n][0] for n in names if n in whole and self._shape[n]), None)
+        shape = next((self._shape[n] for n in names if n in whole and self._shape[n]), None)
+        if shape is None:
+            return None
+        return shape[-1] if "input_ids" in whole else shape[0]
 
     def _example(self, number: int, shapes: Shapes) -> dict[str, Tensor]:
         """One example."""
         generator = torch.Generator().manual_seed(1000 + number)
         ids = next((s for k, s in shapes.items() if k.endswith("input_ids") and s), None)
         length = ids[-1] if ids else None
-        real = None if length is None else _real(number, length)
+        real = None if length is None else _real(number, length, self._num_image_tokens)
         return {
             key: self._value(key, shape, number, real, generator) for key, shape in shapes.items()
         }
@@ -136,7 +133,7 @@ class SyntheticExamples:
             elif is_sequence and real is not None:
                 value = value * real
             return value.to(dtype)
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and "bbox" not in key:
             drawn = torch.rand if "label" in key else torch.randn
             value = drawn(shape, generator=generator)
             return (torch.full(shape, 0.5) if number >= CONSTANT else value).to(dtype)
@@ -144,32 +141,54 @@ class SyntheticExamples:
             return self._tokens(shape, number, real if is_sequence else None, generator).to(dtype)
         if key.endswith("position_ids"):
             return torch.arange(shape[-1]).expand(shape).to(dtype)
+        if "bbox" in key:
+            boxes = self._boxes(shape, generator)
+            return (boxes / _PAGE if dtype.is_floating_point else boxes).to(dtype)
+        if key == "mm_token_type_ids":
+            return self._is_image(shape).to(dtype)
         highest = self._highest(key, shape)
         value = torch.randint(highest, shape, generator=generator)
-        if key == "bbox":
-            value = value.sort(dim=-1).values[..., [0, 1, 2, 3]]
         if "label" in key and is_sequence:
             assert real is not None
             value = value.masked_fill(~real, IGNORED)
         return value.to(dtype)
 
+    def _boxes(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Boxes (..., 4) on a page, or their corners (..., 8), none of them empty."""
+        most = min(getattr(self._config, "max_2d_position_embeddings", _PAGE + 1) - 1, _PAGE)
+        low, high = torch.randint(1, most // 2, (2, *shape[:-1], 2), generator=generator)
+        left, top = low.unbind(-1)
+        right, bottom = (low + high).unbind(-1)
+        corners = (left, top, right, top, right, bottom, left, bottom)
+        box = (left, top, right, bottom)
+        return torch.stack(corners if shape[-1] == len(corners) else box, dim=-1)
+
     def _tokens(
         self, shape: tuple[int, ...], number: int, real: Tensor | None, generator: torch.Generator
     ) -> Tensor:
         """Token ids: ordinary ones, the end of the text, padding."""
-        special = {getattr(self._config, name, None) for name in _SPECIAL_TOKENS}
+        special = _special_tokens(self._config)
         ordinary = [i for i in range(min(self._num_tokens, 4096)) if i not in special] or [0]
         pick = torch.randint(len(ordinary), shape, generator=generator)
         if number >= CONSTANT:
             pick = torch.full(shape, number % len(ordinary))
         tokens = torch.tensor(ordinary)[pick]
         end, pad = (getattr(self._config, f"{name}_token_id", None) for name in ("eos", "pad"))
-        last = -1 if real is None else int(real.nonzero()[-1])
+        last = shape[-1] - 1 if real is None else int(real.nonzero()[-1])
+        separator = getattr(self._config, "sep_token_id", None)
+        if isinstance(separator, int) and last > 1:  # three, as between and behind two texts
+            tokens[..., [last // 2 - 1, last // 2, last]] = separator
         if isinstance(end, int) and end != pad and len(shape) == 1:
             tokens[last] = end
         if real is not None:
             tokens = tokens.masked_fill(~real, pad if isinstance(pad, int) else 0)
-        return tokens
+        image = image_token(self._config)
+        return tokens if image is None else tokens.masked_fill(self._is_image(shape), image)
+
+    def _is_image(self, shape: tuple[int, ...]) -> Tensor:
+        """Which tokens stand for an image: some behind the first."""
+        place = torch.arange(shape[-1]).expand(shape)
+        return (place > 0) & (place <= self._num_image_tokens)
 
     def _highest(self, key: str, shape: tuple[int, ...]) -> int:
         """One more than the largest value of an integer input."""
@@ -187,13 +206,24 @@ class SyntheticExamples:
         return min(self._length() or default, default)
 
 
-def _real(number: int, length: int) -> Tensor:
+def _real(number: int, length: int, num_image_tokens: int = 0) -> Tensor:
     """Which positions of an example are not padding, (length,)."""
     place = torch.arange(length)
     if not PADDED <= number < CONSTANT:
         return place >= 0
     num_real = max(1, math.ceil(length / 2) + (number - PADDED) % 2 - (number - PADDED) // 2)
-    return place < num_real
+    return place < max(num_real, num_image_tokens + 2)
+
+
+def _special_tokens(config: Any) -> set[Any]:
+    """Ids with a meaning of their own, of a configuration and those inside it."""
+    found: set[Any] = set()
+    for name, value in vars(config).items() if hasattr(config, "__dict__") else ():
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            found.add(value)
+        elif hasattr(value, "to_dict"):
+            found |= _special_tokens(value)
+    return found
 
 
 def _resized(
@@ -212,8 +242,9 @@ def _num_tokens(model: nn.Module) -> int:
         table = get() if get is not None else None
     except (NotImplementedError, AttributeError):
         table = None
-    if isinstance(table, nn.Embedding):
-        return table.num_embeddings
+    if isinstance(table, nn.Embedding):  # some have a row more than there are tokens
+        known = getattr(getattr(model, "config", None), "vocab_size", None)
+        return min(table.num_embeddings, known) if isinstance(known, int) else table.num_embeddings
     sizes = [
         module.num_embeddings
         for name, module in model.named_modules()

@@ -37,6 +37,9 @@ _POINTS_PER_STDDEV, _MAX_POINTS = 64, 2**18
 #: convolutions grows with the steps.
 _MANY_STEPS, _MOST_PLD_STEPS = 100_000, 1_000_000
 
+#: The time that accounting takes grows with the examples of one owner.
+_MOST_PER_UNIT = 256
+
 #: Beyond any run; what follows stays within floating-point numbers.
 _MOST_STEPS = 10**12
 
@@ -163,6 +166,51 @@ def epsilon(
         composed_epsilon(((noise_multiplier, sampling, count),), delta=delta, accountant=accountant)
         for count in set(steps)
     )
+
+
+@functools.lru_cache(maxsize=256)
+def unit_epsilon(
+    *,
+    noise_multiplier: float,
+    sampling: Sampling,
+    num_steps: int,
+    delta: float,
+    examples_per_unit: int,
+) -> float:
+    """Epsilon of whoever owns several examples, all of which are added or removed, by PLD.
+
+    Guarantees:
+        An upper bound, not below `epsilon` of one example. Infinite where no accountant knows it:
+        sampling other than Poisson, more than 100,000 steps.
+
+    Args:
+        noise_multiplier: noise standard deviation over the sensitivity to one example.
+        sampling: how each step draws.
+        num_steps: number of releases.
+        delta: the delta of the (epsilon, delta) statement.
+        examples_per_unit: most examples that one owner has.
+    """
+    _check(num_steps, delta, "pld")
+    if not 1 <= examples_per_unit <= _MOST_PER_UNIT:
+        raise ValueError(
+            f"`examples_per_unit` must be from 1 to {_MOST_PER_UNIT:,}, got {examples_per_unit}; "
+            "for more, keep a random part of an owner's examples."
+        )
+    one = epsilon(
+        noise_multiplier=noise_multiplier, sampling=sampling, num_steps=num_steps, delta=delta
+    )
+    event = sampling.unit_event(noise_multiplier, examples_per_unit)
+    if examples_per_unit == 1 or num_steps == 0:
+        return one
+    if event is None or noise_multiplier < _LEAST_NOISE or num_steps > _MANY_STEPS:
+        return math.inf
+    # Losses of several examples are larger, and take more time for each point of the grid.
+    coarser = 4 * 2 ** math.ceil(math.log2(examples_per_unit))
+    with _without_warnings():
+        interval = _grid_interval([(noise_multiplier, sampling, num_steps)])
+        fresh = _fresh("pld", coarser * interval)
+        fresh.compose(dp_accounting.SelfComposedDpEvent(event, num_steps))
+        return max(one, float(fresh.get_epsilon(delta)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -247,17 +247,21 @@ class PrivacyPlan:
 
     @property
     def private_loss_scale(self) -> float:
-        """What a clamped loss is multiplied by to be a coordinate; 0 if it is not released."""
+        """What a clamped loss is multiplied by to be a coordinate; 0 if it is not released.
+
+        Smaller by 2^-22 than its share allows, which covers that the sum is rounded to float32.
+        """
         if self.private_loss_bound is None:
             return 0.0
-        return self.l2_clip_norm * self.clip_shares[LOSS] / self.private_loss_bound
+        share = self.clip_shares[LOSS] * (1 - 2**-22)
+        return self.l2_clip_norm * share / self.private_loss_bound
 
     @property
     def private_loss_stddev(self) -> float:
         """Standard deviation of the noise on the mean loss of one step, if it is released.
 
         >>> shares = {BODY: 0.8, LOSS: 0.6}
-        >>> PrivacyPlan(
+        >>> plan = PrivacyPlan(
         ...     num_examples=100,
         ...     expected_batch_size=10,
         ...     num_steps=1,
@@ -266,7 +270,8 @@ class PrivacyPlan:
         ...     target_delta=1e-5,
         ...     clip_shares=shares,
         ...     private_loss_bound=4.0,
-        ... ).private_loss_stddev
+        ... )
+        >>> round(plan.private_loss_stddev, 4)
         1.0
         """
         return self.noise_stddev / (self.private_loss_scale * self.expected_batch_size)

@@ -74,6 +74,16 @@ class Subspace:
         self._seed = seed
         self._rounding: dict[torch.device, torch.Generator] = {}
 
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The trained tensors, by canonical name."""
+        return {name: tensor.weight for name, tensor in self.tensors.items()}
+
+    @property
+    def stand_ins(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps on, by the same names."""
+        return {name: tensor.stand_in for name, tensor in self.tensors.items()}
+
     def __iter__(self) -> Iterator[str]:
         """Canonical names."""
         return iter(self.tensors)
@@ -120,24 +130,14 @@ class Subspace:
                 weights, where their stand-ins are zero.
         """
         if not all(tensor.is_own_stand_in for tensor in self.tensors.values()):
-            _refuse_reader_of_weights(optimizer)
-        if optimizer.state:
-            raise ValueError(
-                "The optimizer holds state of the full weights already, from earlier steps or as "
-                "Adagrad does from the start; pass a new one, or one of another kind."
-            )
+            refuse_reader_of_weights(optimizer)
+        refuse_state(optimizer)
         by_weight = {id(t.weight): t for t in self.tensors.values()}
         for group in optimizer.param_groups:
             group["params"] = [
                 by_weight[id(p)].stand_in for p in group["params"] if id(p) in by_weight
             ]
         optimizer.register_step_post_hook(self._lift_hook())
-
-    def _rounding_generator(self, device: torch.device) -> torch.Generator:
-        """The same sequence in every process, on this device."""
-        if device not in self._rounding:
-            self._rounding[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._rounding[device]
 
     def _lift_hook(self) -> Callable[[Any, Any, Any], None]:
         by_stand_in = {id(t.stand_in): t for t in self.tensors.values()}
@@ -151,14 +151,33 @@ class Subspace:
                         continue
                     decay = group.get("weight_decay", 0.0)
                     keep = 1 - group["lr"] * decay if decay else 1.0
-                    generator = self._rounding_generator(tensor.weight.device)
-                    _update_(tensor.weight, stand_in, tensor.projection, keep, generator)
+                    device = tensor.weight.device
+                    generator = rounding_generator(self._rounding, device, self._seed)
+                    update_(tensor.weight, stand_in, tensor.projection, keep, generator)
                     stand_in.zero_()
 
         return lift
 
 
-def _refuse_reader_of_weights(optimizer: torch.optim.Optimizer) -> None:
+def rounding_generator(
+    known: dict[torch.device, torch.Generator], device: torch.device, seed: int
+) -> torch.Generator:
+    """The generator of stochastic rounding on a device: the same sequence in every process."""
+    if device not in known:
+        known[device] = torch.Generator(device).manual_seed(seed)
+    return known[device]
+
+
+def refuse_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose state has the weights' shapes."""
+    if optimizer.state:
+        raise ValueError(
+            "The optimizer holds state of the full weights already, from earlier steps or as "
+            "Adagrad does from the start; pass a new one, or one of another kind."
+        )
+
+
+def refuse_reader_of_weights(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step follows the norm of what it steps on, which is zero here."""
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     # torch's own Adafactor has no such option and always scales.
@@ -182,7 +201,7 @@ def _stand_in(weight: nn.Parameter, projection: Projection) -> nn.Parameter:
     return nn.Parameter(torch.zeros(projection.shape, dtype=dtype, device=weight.device))
 
 
-def _update_(
+def update_(
     weight: Tensor,
     update: Tensor,
     projection: Projection,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest_trainer import collate, collate_lm, make_trainer  # noqa: F401 a fixture
-from families import CAUSAL, CLASSIFY, FAMILIES, PAD, VOCAB, make_model
+from families import CAUSAL, CLASSIFY, FAMILIES, IMAGE, PAD, VOCAB, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models

@@ -11,7 +11,15 @@ import torch
 from conftest_trainer import MakeTrainer
 from families import CAUSAL, CLASSIFY, make_inputs, make_model
 from oracle import alone, make_recorder, recorded, worst_error
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dpgrape.gradients.single import SingleRecorder
+from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
+from hf_dpgrape.mechanism.checks import Preflight
+from hf_dpgrape.mechanism.synthetic import SyntheticExamples
+from hf_dpgrape.mechanism.tensors import make_projections
 
 # Remarks of peft's about itself or transformers 5; none is about a private run.
 pytestmark = [
@@ -124,3 +132,119 @@ def test_adapter_switched_off_and_on(make_trainer: MakeTrainer) -> None:
         for name, p in model.named_parameters():
             assert p.requires_grad == (on in name)
             assert torch.equal(before[name], p) == (on not in name)
+
+
+LINEAR = {"roberta": ["query", "output.dense"], "llama": ["q_proj", "up_proj"]}
+OTHERS: dict[str, tuple[Any, str]] = {
+    # Norms of a sum of weights, products of factors: made once for a whole batch.
+    "dora": (lambda task, names: lora(task, names, use_dora=True), "single"),
+    "loha": (
+        lambda task, names: peft.LoHaConfig(task_type=task, r=3, target_modules=names),
+        "single",
+    ),
+    "lokr": (
+        lambda task, names: peft.LoKrConfig(task_type=task, r=3, target_modules=names),
+        "single",
+    ),
+    "vera": (
+        lambda task, names: peft.VeraConfig(task_type=task, r=5, target_modules=names),
+        "batched",
+    ),
+}
+
+
+def lora(task: str, names: list[str], **options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(task_type=task, r=3, target_modules=names, **options)
+
+
+class DequantizedLinear(nn.Linear):
+    """Weights of eight bits, and one scale per row, as libraries for quantization keep them."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> DequantizedLinear:
+        new = cls(layer.in_features, layer.out_features, layer.bias is not None)
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        whole = (layer.weight.detach() / scale).round().to(torch.int8)
+        new.weight = nn.Parameter(whole, requires_grad=False)
+        new.register_buffer("scale", scale)
+        new.bias = layer.bias
+        return new
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype) * self.scale, self.bias)
+
+
+def dequantizing(family: str, head: str) -> nn.Module:
+    model = make_model(family, head).requires_grad_(False)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and name.endswith(tuple(LINEAR[family])):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, DequantizedLinear.of(layer))
+    return model
+
+
+def error_of_the_chosen_capture(model: nn.Module, family: str, head: str) -> tuple[str, float]:
+    """How `capture="auto"` takes the gradients, and how far they are from autograd's."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(7)))
+    inputs = make_inputs(family, head)
+    projections = make_projections(model, rank=2, scale="1/sqrt(r)", seed=7, head=frozenset())
+    loss = PerSampleLoss(head_of(model))
+    examples = SyntheticExamples(model, inputs, labels_are_tokens=labels_are_tokens(head_of(model)))
+    recorder, is_single = Preflight(
+        model=model,
+        projections=projections,
+        examples=examples,
+        losses=lambda made: loss(model, made),
+        settle=lambda made: loss.settle(model, made),
+        take_own_loss_=loss.take_own_,
+    ).recorder("auto")
+    assert is_single == isinstance(recorder, SingleRecorder)
+    want = alone(model, inputs)
+    batches = [[i] for i in range(len(want))] if is_single else [list(range(len(want)))]
+    worst = 0.0
+    for rows in batches:
+        batch = {k: v[rows] for k, v in inputs.items()}
+        with recorder.record(len(rows), inputs=batch) as gradients:
+            loss(model, batch).sum().backward()
+        worst = max(worst, worst_error(gradients, [want[i] for i in rows], projections)[0])
+    return "single" if is_single else "batched", worst
+
+
+@pytest.mark.parametrize("family", LINEAR)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_adapters_are_exact(kind: str, family: str) -> None:
+    head = CLASSIFY if family == "roberta" else CAUSAL
+    task = "SEQ_CLS" if head == CLASSIFY else "CAUSAL_LM"
+    make, way = OTHERS[kind]
+    model = (
+        peft.get_peft_model(make_model(family, head), make(task, LINEAR[family])).double().eval()
+    )
+    found, error = error_of_the_chosen_capture(model, family, head)
+    assert (found, error < 1e-10) == (way, True), error
+
+
+@pytest.mark.parametrize("family", LINEAR)
+def test_adapters_around_a_base_that_dequantizes(family: str) -> None:
+    head = CLASSIFY if family == "roberta" else CAUSAL
+    task = "SEQ_CLS" if head == CLASSIFY else "CAUSAL_LM"
+    model = peft.get_peft_model(dequantizing(family, head), lora(task, LINEAR[family]))
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.double()
+    model.eval()
+    assert any(p.dtype == torch.int8 for p in model.parameters())
+    found, error = error_of_the_chosen_capture(model, family, head)
+    assert (found, error < 1e-10) == ("batched", True), error
+
+
+@pytest.mark.parametrize("capture", ["auto", "batched", "single"])
+def test_adalora_is_refused_by_name(make_trainer: MakeTrainer, capture: str) -> None:
+    config = peft.AdaLoraConfig(
+        task_type="SEQ_CLS", target_modules=LINEAR["roberta"], total_step=9, tinit=1, tfinal=2
+    )
+    model = peft.get_peft_model(make_model("roberta", CLASSIFY).float(), config)
+    with pytest.raises(ValueError, match="AdaLoRA moves its budget of ranks by raw gradients"):
+        make_trainer(model=model, capture=capture)

@@ -22,6 +22,7 @@ from torch import distributed, nn
 import hf_dpgrape
 from hf_dpgrape.gradients.recorder import Recorder
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches
+from hf_dpgrape.mechanism.estimators.backward import Backward
 from hf_dpgrape.mechanism.private_step import PrivateStep
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
@@ -40,8 +41,8 @@ plan = PrivacyPlan(
 model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(int(size)))})
 projections = {"w": Projection("w", model["w"].shape, rank=0)}
 step = PrivateStep(
-    ledger=RunLedger(plan), recorder=Recorder(model, [], projections, {}),
-    subspace=Subspace(dict(model.named_parameters()), projections), clip_groups={"w": BODY},
+    ledger=RunLedger(plan), estimator=Backward(Recorder(model, [], projections, {})),
+    space=Subspace(dict(model.named_parameters()), projections), clip_groups={"w": BODY},
     source=SecretSource(unsafe_seed=40 + int(rank)),
 )
 step([], lambda inputs: inputs)

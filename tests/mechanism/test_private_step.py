@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hf_dpgrape.gradients.forms import Dense, PerSampleGradients
 from hf_dpgrape.gradients.recorder import Recorder
 from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.mechanism.estimators.backward import Backward
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
@@ -63,8 +64,8 @@ class Bench:
         self.head = frozenset(list(weights)[-2:])
         self.step = PrivateStep(
             ledger=RunLedger(make_plan(**plan)),
-            recorder=recorder,
-            subspace=self.subspace,
+            estimator=Backward(recorder),
+            space=self.subspace,
             clip_groups={
                 n: HEAD if HEAD in plan.get("clip_shares", ()) and n in self.head else BODY
                 for n in weights
@@ -376,8 +377,8 @@ def test_loss_gets_the_noise_of_one_coordinate_also_without_examples() -> None:
     )
     step = PrivateStep(
         ledger=RunLedger(plan),
-        recorder=Recorder(model, [], projections, {}),
-        subspace=Subspace(dict(model.named_parameters()), projections),
+        estimator=Backward(Recorder(model, [], projections, {})),
+        space=Subspace(dict(model.named_parameters()), projections),
         clip_groups={"scale": BODY},
         source=SecretSource(unsafe_seed=3),
     )
@@ -454,8 +455,8 @@ def test_unused_head_gets_noise_and_nothing_else() -> None:
     subspace = Subspace(dict(bench.model.named_parameters()), projections)
     step = PrivateStep(
         ledger=RunLedger(make_plan()),
-        recorder=Recorder(bench.model, sites, projections, layouts),
-        subspace=subspace,
+        estimator=Backward(Recorder(bench.model, sites, projections, layouts)),
+        space=subspace,
         clip_groups=dict.fromkeys(projections, BODY),
         source=SecretSource(unsafe_seed=1),
     )

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from hf_dpgrape import PerSampleLoss, PrivacyPlan, PrivateTraining, RunLedger
 from hf_dpgrape.mechanism.checks import RefusedModelError
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS
 from hf_dpgrape.privacy.randomness import SecretSource
@@ -232,7 +233,8 @@ def test_a_state_holds_public_facts_alone() -> None:
     _, saved, _ = after_two_steps()
     assert set(saved) == {"num_releases", "reasons", "runs", "plan", "projection"}
     assert set(saved["projection"]) == {
-        *("rank", "projection_scale", "update_proj_gap", "refresh_moments", "seed", "shapes")
+        *("rank", "projection_scale", "update_proj_gap", "refresh_moments", "seed", "shapes"),
+        *("estimator", "num_directions", "perturbation_scale"),
     }
 
 
@@ -375,6 +377,27 @@ def test_a_model_that_mixes_examples_is_refused() -> None:
         make_training(Mixing(), capture="batched")
     assert make_training(Mixing()).capture == "single"
     assert make_training().capture == "batched"
+
+
+def test_an_example_taken_alone_has_its_own_draws() -> None:
+    drawn: dict[int, tuple[float, ...]] = {}
+
+    def noting(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        key = int(inputs["x"].view(torch.int32).sum())  # which example it is
+        drawn[key] = (float(torch.rand(())), random.random(), float(np.random.rand()))
+        return losses(model, inputs)
+
+    def draws(indices: list[int]) -> dict[int, tuple[float, ...]]:
+        training = make_training(capture="single", per_sample_losses=noting)
+        source = SecretSource(unsafe_seed=3)
+        batch = LogicalBatches(points(), stacked, 4, source=source).one_by_one()[indices]
+        drawn.clear()
+        training.step(batch)
+        return dict(drawn)
+
+    few, more = draws([2, 5]), draws([0, 2, 4, 5, 7])
+    assert len(few) == 2 and len(set(more.values())) == len(more) == 5
+    assert few.items() <= more.items()
 
 
 def test_losses_that_are_not_the_models_own_are_refused() -> None:

@@ -23,6 +23,7 @@ from hf_dpgrape.mechanism.private_step import PhysicalBatch
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.mechanism.tensors import sites_or_problems
 from hf_dpgrape.privacy.plan import BODY, PrivacyPlan
+from hf_dpgrape.subspace.projection import Projection
 
 #: Examples that layouts are observed on.
 _NUM_OBSERVED = 3
@@ -130,7 +131,9 @@ class _Measured(PrivateTraining):
         self.after_forward()
         return losses
 
-    def _recorder(self, capture: str) -> tuple[_Watched, bool]:
+    def _recorder(
+        self, capture: str, projections: Mapping[str, Projection]
+    ) -> tuple[_Watched, bool]:
         """Sees the batch as shapes tell."""
         sites, problems = sites_or_problems(self.model)
         _refuse(self.model, problems)
@@ -141,7 +144,7 @@ class _Measured(PrivateTraining):
 
         layouts = observe_layouts(self.model, sites, forward)
         _refuse(self.model, {key: lay.problem for key, lay in layouts.items() if lay.problem})
-        self.watched = _Watched(self.model, sites, self.projections, layouts, form=self._form)
+        self.watched = _Watched(self.model, sites, projections, layouts, form=self._form)
         return self.watched, False
 
 
@@ -167,7 +170,7 @@ class PrivateMethod:
         self._is_stepping = False
 
     def _stand_ins(self) -> list[Tensor]:
-        return [tensor.stand_in for tensor in self._training.subspace.tensors.values()]
+        return [*self._training.subspace.stand_ins.values()]
 
     def _matrices(self) -> list[Tensor]:
         return [p.matrix for p in self._training.projections.values() if p.side is not None]

@@ -57,6 +57,11 @@ class Sampling(ABC):
         are the same, so epsilon is the largest over the cases.
         """
 
+    def unit_event(self, noise_multiplier: float, examples: int) -> dp_accounting.DpEvent | None:
+        """What one step is for somebody who owns that many examples; None where it is not known."""
+        del noise_multiplier, examples
+        return None
+
     @abstractmethod
     def losses(self, noise_multiplier: float) -> tuple[tuple[float, float], ...]:
         """Noise multipliers and probabilities between which a step's privacy loss varies.

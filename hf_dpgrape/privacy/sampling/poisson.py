@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import dp_accounting
+import scipy.stats
 
 from hf_dpgrape.privacy.sampling.base import Accountant, Sampling
 
@@ -40,6 +41,18 @@ class Poisson(Sampling):
         """A Poisson-sampled Gaussian release."""
         release = dp_accounting.GaussianDpEvent(noise_multiplier)
         return (dp_accounting.PoissonSampledDpEvent(self.sampling_prob, release),)
+
+    def unit_event(self, noise_multiplier: float, examples: int) -> dp_accounting.DpEvent:
+        """A Gaussian release that moves by as many clip norms as coins of theirs say so.
+
+        The number is binomial. The worst case is that all their examples move the sum into one
+        direction by a whole clip norm each (Ganesh 2024, arXiv 2401.10294).
+        """
+        counts = range(examples + 1)
+        probs = scipy.stats.binom.pmf(counts, examples, self.sampling_prob)
+        return dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+            noise_multiplier, [float(j) for j in counts], [float(p) for p in probs]
+        )
 
     def losses(self, noise_multiplier: float) -> tuple[tuple[float, float], ...]:
         """Those of the event."""
