@@ -33,7 +33,7 @@ TEXT = {
 
 def is_single(trainer: Any) -> bool:
     """How a trainer that has trained took gradients."""
-    recorder = trainer.private_training._private_step._recorder
+    recorder = trainer.private_training._private_step._estimator._recorder
     assert isinstance(recorder, SingleRecorder | Recorder)
     return isinstance(recorder, SingleRecorder)
 
