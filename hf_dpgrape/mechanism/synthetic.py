@@ -82,18 +82,21 @@ class SyntheticExamples:
         return batch
 
     def _nested(self, value: Any, number: int) -> Any:
-        """A value that is no tensor, with other contents in the tensors inside it."""
+        """A value that is no tensor, with other contents in everything inside it."""
         generator = torch.Generator().manual_seed(1000 + number)
         highest = self._highest("labels", ())
 
-        def other(tensor: Tensor) -> Tensor:
-            if tensor.dtype.is_floating_point:  # boxes, in relative coordinates
-                drawn = torch.rand(tensor.shape, generator=generator) / 2 + 0.25
+        def other(leaf: Any) -> Any:
+            if isinstance(leaf, str | bool) or not isinstance(leaf, int | float | Tensor):
+                return type(leaf)()  # of an unknown kind: what it is when empty
+            shape = leaf.shape if isinstance(leaf, Tensor) else ()
+            if isinstance(leaf, float) or isinstance(leaf, Tensor) and leaf.is_floating_point():
+                drawn = torch.rand(shape, generator=generator) / 2 + 0.25  # boxes, relative
             else:
-                drawn = torch.randint(highest, tensor.shape, generator=generator)
-            return drawn.to(tensor.dtype)
+                drawn = torch.randint(highest, shape, generator=generator)
+            return drawn.to(leaf.dtype) if isinstance(leaf, Tensor) else drawn.item()
 
-        return pytree.tree_map_only(Tensor, other, value)
+        return pytree.tree_map(other, value)
 
     def _length(self) -> int | None:
         """Length of the sequences in the structure; None for other inputs."""
