@@ -2,7 +2,7 @@
 
 They have the structure of a collated example (names, dtypes, numbers of dimensions), which is
 public, and contents from the model's configuration: token ids that it knows, random labels of the
-right kind, masks. Of the training data no value is read.
+right kind, masks. Of the training data no number is read.
 """
 
 from __future__ import annotations
@@ -82,19 +82,24 @@ class SyntheticExamples:
         return batch
 
     def _nested(self, value: Any, number: int) -> Any:
-        """A value that is no tensor, with other contents in everything inside it."""
+        """A value that is no tensor, with other numbers in everything inside it.
+
+        Flags and words choose how a model runs, and are structure.
+        """
         generator = torch.Generator().manual_seed(1000 + number)
         highest = self._highest("labels", ())
 
+        def drawn(shape: tuple[int, ...], is_whole: bool) -> Tensor:
+            if is_whole:
+                return torch.randint(highest, shape, generator=generator)
+            return torch.rand(shape, generator=generator) / 2 + 0.25  # boxes, relative
+
         def other(leaf: Any) -> Any:
-            if isinstance(leaf, str | bool) or not isinstance(leaf, int | float | Tensor):
-                return type(leaf)()  # of an unknown kind: what it is when empty
-            shape = leaf.shape if isinstance(leaf, Tensor) else ()
-            if isinstance(leaf, float) or isinstance(leaf, Tensor) and leaf.is_floating_point():
-                drawn = torch.rand(shape, generator=generator) / 2 + 0.25  # boxes, relative
-            else:
-                drawn = torch.randint(highest, shape, generator=generator)
-            return drawn.to(leaf.dtype) if isinstance(leaf, Tensor) else drawn.item()
+            if isinstance(leaf, Tensor):
+                return drawn(leaf.shape, not leaf.is_floating_point()).to(leaf.dtype)
+            if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+                return drawn((), isinstance(leaf, int)).item()
+            return leaf
 
         return pytree.tree_map(other, value)
 
