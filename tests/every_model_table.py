@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 EXACT = ("batched", "single")
@@ -29,7 +30,7 @@ def written(rows: Iterable[Row], version: str, tolerance: float) -> str:
         [
             "# Coverage",
             "",
-            *_introduction(ordered, version, tolerance),
+            *(textwrap.fill(text, 100) for text in _introduction(ordered, version, tolerance)),
             "",
             *_by_type(ordered),
             "",

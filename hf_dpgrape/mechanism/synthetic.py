@@ -2,7 +2,7 @@
 
 They have the structure of a collated example (names, dtypes, numbers of dimensions), which is
 public, and contents from the model's configuration: token ids that it knows, random labels of the
-right kind, masks. Of the training data no value is read.
+right kind, masks. Of the training data no number is read.
 """
 
 from __future__ import annotations
@@ -82,18 +82,26 @@ class SyntheticExamples:
         return batch
 
     def _nested(self, value: Any, number: int) -> Any:
-        """A value that is no tensor, with other contents in the tensors inside it."""
+        """A value that is no tensor, with other numbers in everything inside it.
+
+        Flags and words choose how a model runs, and are structure.
+        """
         generator = torch.Generator().manual_seed(1000 + number)
         highest = self._highest("labels", ())
 
-        def other(tensor: Tensor) -> Tensor:
-            if tensor.dtype.is_floating_point:  # boxes, in relative coordinates
-                drawn = torch.rand(tensor.shape, generator=generator) / 2 + 0.25
-            else:
-                drawn = torch.randint(highest, tensor.shape, generator=generator)
-            return drawn.to(tensor.dtype)
+        def drawn(shape: tuple[int, ...], is_whole: bool) -> Tensor:
+            if is_whole:
+                return torch.randint(highest, shape, generator=generator)
+            return torch.rand(shape, generator=generator) / 2 + 0.25  # boxes, relative
 
-        return pytree.tree_map_only(Tensor, other, value)
+        def other(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return drawn(leaf.shape, not leaf.is_floating_point()).to(leaf.dtype)
+            if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+                return drawn((), isinstance(leaf, int)).item()
+            return leaf
+
+        return pytree.tree_map(other, value)
 
     def _length(self) -> int | None:
         """Length of the sequences in the structure; None for other inputs."""
