@@ -26,8 +26,8 @@ def table() -> str:
     lines += [
         "",
         f"{len(exact)} families. Dropout and gradient checkpointing (off, reentrant, not "
-        f"reentrant) are tested on {', '.join(named)}. Not from whole batches, but one example at a "
-        f"time: {refused}.",
+        f"reentrant) are tested on {', '.join(named)}. Not from whole batches, but one "
+        f"example at a time: {refused}.",
     ]
     return "\n".join(lines)
 
