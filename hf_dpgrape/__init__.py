@@ -8,14 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_dpgrape.commands.presets import parse_arguments
     from hf_dpgrape.gradients.sites import register_rule
     from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
+    from hf_dpgrape.hf.dpmup import width_transfer
     from hf_dpgrape.hf.losses import PerSampleLoss
     from hf_dpgrape.hf.trainer import DPGrapeMixin, DPGrapeTrainer
     from hf_dpgrape.mechanism.private_training import PrivateTraining
     from hf_dpgrape.optim.table import OptimizerRow, register_optimizer
     from hf_dpgrape.privacy.ledger import RunLedger
     from hf_dpgrape.privacy.plan import PrivacyPlan
+    from hf_dpgrape.width.initialization import initialize_mup_
 
 __all__ = [
     "DPGrapeMixin",
@@ -26,8 +29,11 @@ __all__ = [
     "PrivacyPlan",
     "PrivateTraining",
     "RunLedger",
+    "initialize_mup_",
+    "parse_arguments",
     "register_optimizer",
     "register_rule",
+    "width_transfer",
 ]
 
 _MODULES = {
@@ -39,8 +45,11 @@ _MODULES = {
     "PrivacyPlan": "hf_dpgrape.privacy.plan",
     "PrivateTraining": "hf_dpgrape.mechanism.private_training",
     "RunLedger": "hf_dpgrape.privacy.ledger",
+    "initialize_mup_": "hf_dpgrape.width.initialization",
+    "parse_arguments": "hf_dpgrape.commands.presets",
     "register_optimizer": "hf_dpgrape.optim.table",
     "register_rule": "hf_dpgrape.gradients.sites",
+    "width_transfer": "hf_dpgrape.hf.dpmup",
 }
 
 

@@ -92,7 +92,7 @@ def noise_at(setting: Setting, width: int) -> float:
             optim=setting.optim,
             rank=setting.rank_at(to),
             proxy_rank=setting.rank_at(base),
-            scale="1/sqrt(r)",
+            head=frozenset(),
         ).rules.noise_ratio
 
     return task.noise * ratio(setting.widths[-1]) / ratio(width)

@@ -18,8 +18,11 @@ PUBLIC = [
     "PrivacyPlan",
     "PrivateTraining",
     "RunLedger",
+    "initialize_mup_",
+    "parse_arguments",
     "register_optimizer",
     "register_rule",
+    "width_transfer",
 ]
 
 

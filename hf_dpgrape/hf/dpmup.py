@@ -19,8 +19,14 @@ from transformers.utils import logging
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.models import load_config
 from hf_dpgrape.hf.refusals import UNSUPPORTED_OPTIMIZERS
-from hf_dpgrape.mechanism.tensors import loaded_tensors, make_projections
+from hf_dpgrape.mechanism.tensors import (
+    TargetModules,
+    loaded_tensors,
+    make_projections,
+    newly_initialized,
+)
 from hf_dpgrape.optim.table import OPTIMIZERS, WidthRule
+from hf_dpgrape.subspace.projection import Scale
 from hf_dpgrape.width.rules import OptimizerKind, Transfer, transfer
 from hf_dpgrape.width.shapes import Layer, hidden_matrices, layers_of, output_layers
 
@@ -110,35 +116,60 @@ def width_transfer(
     *,
     base_model: str = "the proxy",
     optim: str,
-    rank: int,
-    proxy_rank: int,
-    scale: str,
-    head: frozenset[str] = frozenset(),
-    target_modules: Any = None,
+    rank: int = 16,
+    proxy_rank: int | None = None,
+    projection_scale: Scale = "1/sqrt(r)",
+    head: frozenset[str] | None = None,
+    target_modules: TargetModules = None,
 ) -> WidthTransfer:
-    """The transfer from a proxy to a model; neither needs storage for its weights.
+    """What changes from a narrow model, the proxy, to a wide one: noise, clip shares and rates.
+
+    `dpmup_base_model` does this in the trainer. In a loop of one's own:
+
+        transfer = width_transfer(model, proxy, optim="sgd")
+        plan = PrivacyPlan.calibrated(
+            clip_shares=transfer.rules.clip_shares, clipping="automatic", ...
+        )
+        groups = [
+            {"params": [p], "lr": rate * transfer.rate_ratio(name)}
+            for name, p in model.named_parameters()
+        ]
+        optimizer = torch.optim.SGD(groups)
+        training = PrivateTraining(
+            model, optimizer, plan, ..., clip_groups=transfer.clip_groups
+        )
+
+    Muon further scales the rates of the hidden matrices, see `hf_dpgrape.optim.muon.muon_scale`.
+    The rules and their derivation are in `hf_dpgrape.width.rules`, after DP-muP and Yang et al.
+    2022 (arXiv 2203.03466).
+
+    Guarantees:
+        Only shapes, names and settings are looked at, so the result is public. Neither model needs
+        storage for its weights: both may be on the meta device.
 
     Args:
         model: the wide model.
-        proxy: the narrow one, of the same architecture.
+        proxy: the narrow one, of the same architecture, with the same tensors frozen.
         base_model: what the proxy was made from, for the record.
-        optim: value of the argument.
+        optim: name of the optimizer in transformers or in `OPTIMIZERS`, or its class's.
         rank: rank of the projection of the wide model's run; 0 for none.
-        proxy_rank: rank in the proxy's run.
-        scale: `projection_scale` of both.
-        head: tensors that are not projected, and that Muon does not take.
-        target_modules: which tensors are projected, as `optim_target_modules`.
+        proxy_rank: rank in the proxy's run; None for the same.
+        projection_scale: of both.
+        head: tensors that are not projected, and that Muon does not take; None for those that a
+            checkpoint did not have.
+        target_modules: which tensors are projected; None for all but the head.
 
     Raises:
         ValueError: the models have no layer in common, or there is no rule for the optimizer.
     """
     kind = optimizer_kind(optim)
+    head = newly_initialized(model) if head is None else head
 
     def layers(of: nn.Module, its_rank: int) -> dict[str, Layer]:
         projections = make_projections(
             of,
             rank=its_rank,
-            scale=scale,  # type: ignore[arg-type]
+            scale=projection_scale,
             seed=0,
             head=head,
             target_modules=target_modules,
@@ -149,7 +180,8 @@ def width_transfer(
             hidden=hidden_matrices(of) - head,
         )
 
-    target, narrow = layers(model, rank), layers(proxy, proxy_rank)
+    target = layers(model, rank)
+    narrow = layers(proxy, rank if proxy_rank is None else proxy_rank)
     rules = transfer(
         {name: layer.shape for name, layer in narrow.items()},
         {name: layer.shape for name, layer in target.items()},
@@ -271,7 +303,7 @@ def resolve(
         optim=args.optim_name,
         rank=args.rank,
         proxy_rank=args.rank if args.dpmup_base_rank is None else args.dpmup_base_rank,
-        scale=args.projection_scale,
+        projection_scale=args.projection_scale,  # type: ignore[arg-type]
         head=head,
         target_modules=args.optim_target_modules,
     )

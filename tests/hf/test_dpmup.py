@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest_trainer import MakeTrainer
+from conftest_trainer import MakeTrainer, collate, examples
 from families import CAUSAL, CLASSIFY, HEADS, make_config, make_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from hf_dpgrape import PerSampleLoss, PrivacyPlan, PrivateTraining, width_transfer
 from hf_dpgrape.subspace.parameters import SubspaceTensor
 from hf_dpgrape.width.rules import transfer
 from hf_dpgrape.width.shapes import layers_of
@@ -76,6 +77,53 @@ def test_plan_and_rates_are_the_rules(
     assert found["roberta.embeddings.LayerNorm.weight"] == pytest.approx(vector)
     out = "classifier.out_proj"
     assert found[f"{out}.weight"] == pytest.approx(0.01 * rules.rate_ratios[out])
+
+
+def test_a_loop_of_ones_own_has_the_same_plan_groups_and_rates(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    base = narrow_config(tmp_path)
+    trainer = make_trainer(model=wide(), dpmup_base_model=base, optim="sgd", **DPMUP)
+    trainer.train()
+
+    model = wide()
+    with torch.device("meta"):
+        proxy = wide(hidden_size=12, num_attention_heads=1, intermediate_size=20)
+    width = width_transfer(model, proxy, optim="sgd", rank=5)
+    plan = PrivacyPlan.calibrated(
+        noise_multiplier=1.0,
+        target_delta=1e-3,
+        num_examples=40,
+        expected_batch_size=10,
+        num_steps=2,
+        l2_clip_norm=trainer.plan.l2_clip_norm,
+        clipping="automatic",
+        clip_shares=width.rules.clip_shares,
+    )
+    assert plan == trainer.plan
+    groups = [
+        {"params": [p], "lr": 0.01 * width.rate_ratio(name)} for name, p in model.named_parameters()
+    ]
+    training = PrivateTraining(
+        model,
+        torch.optim.SGD(groups),
+        plan,
+        PerSampleLoss(model),
+        examples=examples(),
+        collate=collate,
+        physical_batch_size=4,
+        rank=5,
+        clip_groups=width.clip_groups,
+    )
+    for batch in training.batches():
+        training.step(batch)
+    tensors = training.subspace.tensors
+    found = {
+        id(p): group["lr"] for group in training.optimizer.param_groups for p in group["params"]
+    }
+    own = {name: found[id(tensor.stand_in)] for name, tensor in tensors.items()}
+    assert own == pytest.approx(rates(trainer), rel=1e-12)
+    assert training.epsilon == trainer.private_training.epsilon
 
 
 def test_record_and_card(make_trainer: MakeTrainer, tmp_path: Path) -> None:

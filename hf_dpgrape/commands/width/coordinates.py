@@ -243,8 +243,7 @@ def _noises(setting: CoordinateSetting, configs: list[Any]) -> list[float]:
             models[0],
             optim=setting.optim,
             rank=setting.rank,
-            proxy_rank=setting.rank,
-            scale="1/sqrt(r)",
+            head=frozenset(),
         ).rules.noise_ratio
         for model in models
     ]

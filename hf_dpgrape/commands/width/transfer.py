@@ -153,8 +153,8 @@ def transfer_report(request: TransferRequest, plan: PrivacyPlan) -> TransferRepo
         base_model=request.base,
         optim=request.optim,
         rank=request.rank,
-        proxy_rank=request.rank if request.base_rank is None else request.base_rank,
-        scale=request.projection_scale,
+        proxy_rank=request.base_rank,
+        projection_scale=request.projection_scale,  # type: ignore[arg-type]
         head=new_head(model),
     )
     return TransferReport(request=request, plan=plan, width=width)
