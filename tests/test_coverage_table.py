@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from families import CASES, HEADS
-from gradients.test_exactness import REFUSED, SPINE
+from gradients.test_exactness import IN_FLOAT32, REFUSED, SPINE
 
 README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- coverage -->", "<!-- end of coverage -->"
@@ -23,11 +23,12 @@ def table() -> str:
     exact = {family for family, _ in CASES} - REFUSED.keys()
     named = sorted({family for family, _ in SPINE})
     refused = "; ".join(f"{name} ({reason})" for name, reason in REFUSED.items())
+    coarse = ", ".join(f"{name} ({tolerance:.0e})" for name, tolerance in IN_FLOAT32.items())
     lines += [
         "",
         f"{len(exact)} families. Dropout and gradient checkpointing (off, reentrant, not "
         f"reentrant) are tested on {', '.join(named)}. Not from whole batches, but one "
-        f"example at a time: {refused}.",
+        f"example at a time: {refused}. Attention in float32 whatever the dtype: {coarse}.",
     ]
     return "\n".join(lines)
 

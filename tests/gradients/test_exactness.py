@@ -29,6 +29,8 @@ from oracle import (
 from hf_dpgrape.hf.losses import PerSampleLoss
 
 TOLERANCE = 1e-10
+#: Families that compute attention in float32 whatever their dtype; a batch rounds it otherwise.
+IN_FLOAT32 = {"gpt_neo": 1e-7}
 #: Families that are refused by name, with a part of the reason.
 REFUSED = {"deberta-v2": "shared by the samples in a way that is not broadcast"}
 
@@ -50,7 +52,7 @@ def test_equals_one_backward_per_sample(family: str, head: str) -> None:
     model, inputs = make_model(family, head), make_inputs(family, head)
     recorder, projections = make_recorder(model, inputs, rank=5)
     error, name = worst_error(recorded(recorder, model, inputs), alone(model, inputs), projections)
-    assert error < TOLERANCE, name
+    assert error < IN_FLOAT32.get(family, TOLERANCE), name
 
 
 @pytest.mark.parametrize(("family", "head"), [c for c in CASES if c[0] in REFUSED])
