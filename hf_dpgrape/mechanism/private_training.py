@@ -290,11 +290,17 @@ class PrivateTraining:
         Raises:
             ValueError: plan or projections differ, or steps that were taken would be repeated.
         """
+        if missing := {"num_releases", "reasons", "runs", "plan", "projection"} - state.keys():
+            raise ValueError(
+                "Expected what `state_dict` of a `PrivateTraining` returned, got a state without "
+                f"{sorted(missing)}; load the file that was saved beside the model's state."
+            )
+        before = state["projection"]
         changed = self.ledger.plan.differences(PrivacyPlan.from_dict(state["plan"]))
         changed += [
-            f"`{name}` was {state['projection'][name]}, is now {value}"
+            f"`{name}` was {before.get(name, 'not saved')}, is now {value}"
             for name, value in self._facts().items()
-            if state["projection"][name] != value
+            if name not in before or before[name] != value
         ]
         if changed:
             raise ValueError(

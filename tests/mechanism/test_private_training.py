@@ -223,6 +223,16 @@ def test_a_continued_run_keeps_plan_and_projections(changes: Any, message: str) 
     assert other.ledger.num_releases == 0
 
 
+def test_a_state_of_something_else_is_refused() -> None:
+    _, saved, _ = after_two_steps()
+    other = make_training(update_proj_gap=1)
+    with pytest.raises(ValueError, match=r"without \['plan', 'projection'"):
+        other.load_state_dict({"num_releases": 2})
+    del saved["projection"]["estimator"]  # as an earlier version wrote it
+    with pytest.raises(ValueError, match="`estimator` was not saved, is now backward"):
+        other.load_state_dict(saved)
+
+
 def test_steps_that_were_taken_are_not_repeated() -> None:
     training, saved, _ = after_two_steps()
     with pytest.raises(ValueError, match="release some twice"):
