@@ -144,6 +144,17 @@ def test_what_one_example_is() -> None:
     )
 
 
+def test_what_an_owner_of_several_examples_spends() -> None:
+    assert "owner" not in record() and "who owns" not in card(record())
+    of = record(examples_per_unit=3)
+    spent = plan().unit_epsilon(3, of["steps_counted"])
+    assert of["owner"] == {"examples": 3, "epsilon": spent} and spent > of["epsilon"]
+    assert "| epsilon of who owns 3 examples | " in card(of)
+    now = {**of, "tuning": {"chosen_by_validation_data": []}}
+    before = record(examples_per_unit=5)
+    assert with_earlier_part(now, before)["owner"]["examples"] == 5
+
+
 def test_width_transfer() -> None:
     dpmup = {"base_model": "tiny", "optimizer": "muon", "proxy_noise_multiplier": 0.40625}
     text = card({**record(), "dpmup": dpmup})
