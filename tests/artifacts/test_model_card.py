@@ -1,4 +1,7 @@
-"""The card says what the record says, in full, and what is not guaranteed."""
+"""The card says what the record says, in full, and what is not guaranteed.
+
+Covers: artifacts/record.py.
+"""
 
 from __future__ import annotations
 

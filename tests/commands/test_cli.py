@@ -1,4 +1,7 @@
-"""The command line: figures of the library, one sentence for every wrong input."""
+"""The command line: figures of the library, one sentence for every wrong input.
+
+Covers: commands/budget.py, commands/check.py, hf/models.py.
+"""
 
 from __future__ import annotations
 
