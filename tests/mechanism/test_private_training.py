@@ -1,6 +1,6 @@
 """Private training as one object, in a loop of one's own.
 
-Covers: mechanism/checks.py, mechanism/clip_groups.py, mechanism/tensors.py.
+Covers: mechanism/checks.py, mechanism/clip_groups.py, mechanism/placement.py, mechanism/tensors.py.
 """
 
 from __future__ import annotations
