@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_dpgrape.subspace.projection import Projection
+from hf_dpgrape.subspace.projection import Projection, matrix_shape
 from hf_dpgrape.subspace.rounding import round_to_bfloat16
 
 Moments = Literal["keep", "reset"]
@@ -214,7 +214,7 @@ def update_(
 
     A 16-bit weight is updated in float32 and rounded stochastically, a few rows at a time.
     """
-    matrix = weight.view(weight.shape[0], -1) if weight.ndim else weight.view(1, 1)
+    matrix = weight.view(matrix_shape(weight.shape))
     if weight.dtype == update.dtype:
         if keep != 1:
             matrix.mul_(keep)
