@@ -50,6 +50,18 @@ SHAPES = {
             "intermediate_size": 4096,
         },
     ),
+    "roberta-tiny": Shape(
+        "roberta",
+        AutoClassifier,
+        {
+            "vocab_size": 100,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "max_position_embeddings": 40,
+        },
+    ),
     "gpt2": Shape("gpt2", AutoModelForCausalLM, {}),
     "opt-125m": Shape(
         "opt",
@@ -73,6 +85,18 @@ SHAPES = {
             "num_attention_heads": 32,
             "ffn_dim": 8192,
             "word_embed_proj_dim": 2048,
+        },
+    ),
+    "opt-2.7b": Shape(
+        "opt",
+        AutoModelForCausalLM,
+        {
+            **_OPT,
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "ffn_dim": 10240,
+            "word_embed_proj_dim": 2560,
         },
     ),
     "opt-6.7b": Shape(
