@@ -535,6 +535,12 @@ COUNTING = (
         ("privacy/test_ledger.py::test_a_run_counts_its_releases",),
     ),
     Fault(
+        "several examples of an owner counted as one",
+        "privacy/sampling/poisson.py",
+        {"[float(j) for j in counts]": "[float(min(j, 1)) for j in counts]"},
+        ("privacy/test_accounting.py::test_owners_of_several_examples_spend_more",),
+    ),
+    Fault(
         "the raw loss logged",
         "hf/disclosure.py",
         {"value = logs.pop(name)": "value = logs[name]"},
@@ -552,4 +558,34 @@ COUNTING = (
     ),
 )
 
-FAULTS = (*SAMPLING, *DATA, *GRADIENTS, *CLIPPING, *NOISE, *COUNTING)
+ESTIMATORS = (
+    Fault(
+        "a loss difference relative to the batch's mean",
+        "mechanism/estimators/zeroth_order.py",
+        {
+            "Dense(((plus - minus) / (2 * self._scale)).to(like))": (
+                "Dense(((plus - minus - (plus - minus).mean(0)) / (2 * self._scale)).to(like))"
+            )
+        },
+        ("mechanism/test_estimators.py::test_a_sample_has_its_slopes_along_the_directions",),
+    ),
+    Fault(
+        "dropout that differs between the passes of zeroth order",
+        "mechanism/estimators/zeroth_order.py",
+        {"with nullcontext() if is_last else global_randomness_restored():": "with nullcontext():"},
+        (
+            "mechanism/test_estimators.py::test_all_passes_draw_the_same_and_the_next_batch_other_numbers",
+        ),
+    ),
+    Fault(
+        "weights left where zeroth order looked",
+        "mechanism/estimators/zeroth_order.py",
+        {
+            "                for name, weight in self.weights.items():\n"
+            "                    weight.copy_(originals[name])": "                pass"
+        },
+        ("mechanism/test_estimators.py::test_weights_come_back_bit_for_bit",),
+    ),
+)
+
+FAULTS = (*SAMPLING, *DATA, *GRADIENTS, *CLIPPING, *NOISE, *COUNTING, *ESTIMATORS)

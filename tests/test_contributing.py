@@ -1,7 +1,8 @@
-"""CONTRIBUTING names what there is."""
+"""CONTRIBUTING names what there is, and a module's tests are found by its name."""
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -26,3 +27,17 @@ def test_files_and_tables_that_it_names_exist() -> None:
         folders = (ROOT, ROOT / "hf_dpgrape")
         (text,) = ((f / path).read_text("utf-8") for f in folders if (f / path).is_file())
         assert re.search(rf"^{table}\b", text, re.MULTILINE), (table, path)
+
+
+def test_a_modules_tests_are_found_by_its_name() -> None:
+    """They are the file of its name, or the one whose first words list it under `Covers:`."""
+    package, tests = ROOT / "hf_dpgrape", ROOT / "tests"
+    modules = {str(f.relative_to(package)) for f in package.rglob("*.py")}
+    covered = []
+    for file in tests.rglob("test_*.py"):
+        words = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        covered += re.findall(r"[\w/]+\.py", words.partition("\nCovers: ")[2])
+    assert set(covered) <= modules and len(covered) == len(set(covered))
+    for module in modules - set(covered):
+        folder, name = (tests / module).parent, Path(module).name
+        assert name == "__init__.py" or (folder / f"test_{name}").is_file(), module

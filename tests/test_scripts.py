@@ -1,4 +1,7 @@
-"""The scripts run end to end on tiny models and local files."""
+"""The scripts run end to end on tiny models and local files.
+
+Covers: commands/presets.py.
+"""
 
 from __future__ import annotations
 

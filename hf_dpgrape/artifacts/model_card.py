@@ -95,6 +95,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_method(record),
         ("epsilon by accountant", _by_accountant(record["epsilon_by_accountant"])),
         ("unit of privacy", record["unit_of_privacy"]),
+        *_owner(record),
         ("neighboring relation", plan["neighboring_relation"].replace("_", " ")),
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
         ("steps", _steps(record)),
@@ -148,6 +149,14 @@ def _private_loss(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     share = plan["clip_shares"][LOSS]
     text = f"with the gradients, share {share:.4g} of the clip norm, clamped to {bound:g}"
     return [("training loss, released with noise", text)]
+
+
+def _owner(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What somebody spends who owns several examples; nothing where nobody is said to."""
+    owner = record.get("owner")
+    if not owner:
+        return []
+    return [(f"epsilon of who owns {owner['examples']} examples", _shown(owner["epsilon"]))]
 
 
 def _method(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ def privacy_record(
     counted_because: Sequence[str] = (),
     optimizer: Mapping[str, Any] | None = None,
     example_unit: str = "one row of the training set",
+    examples_per_unit: int = 1,
     tuning: Mapping[str, Any] | None = None,
     raw_metrics_were_logged: bool = False,
     dpmup: Mapping[str, Any] | None = None,
@@ -52,6 +53,7 @@ def privacy_record(
         counted_because: why all planned steps count.
         optimizer: what the optimizer's state depends on beside the projection.
         example_unit: what one example is, in words.
+        examples_per_unit: most examples that one owner has; above 1 their epsilon is told, too.
         tuning: other runs, and choices by validation data.
         raw_metrics_were_logged: whether anything was logged under `log_non_private_metrics`.
         dpmup: what was transferred from a narrow model, if anything.
@@ -67,6 +69,7 @@ def privacy_record(
             name: finite(plan.epsilon(counted, name)) for name in plan.sampling.accountants
         },
         "unit_of_privacy": example_unit,
+        **_owner(plan, counted, examples_per_unit),
         "sampling": plan.sampling.describe(),
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
@@ -78,6 +81,14 @@ def privacy_record(
         **({"dpmup": dict(dpmup)} if dpmup else {}),
         "versions": {name: version(name) for name in _PACKAGES},
     }
+
+
+def _owner(plan: PrivacyPlan, steps_counted: int, examples_per_unit: int) -> dict[str, Any]:
+    """What somebody spends who owns several examples; nothing if nobody does."""
+    if examples_per_unit == 1:
+        return {}
+    spent = finite(plan.unit_epsilon(examples_per_unit, steps_counted))
+    return {"owner": {"examples": examples_per_unit, "epsilon": spent}}
 
 
 def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,10 +106,13 @@ def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
     is_private = [t.get("validation_data_is_private") for t in (now, before)]
     chosen = [*before.get("chosen_by_validation_data", []), *now["chosen_by_validation_data"]]
     dpmup = record.get("dpmup") or earlier.get("dpmup")
+    most = max(part.get("owner", {}).get("examples", 1) for part in (record, earlier))
+    plan = PrivacyPlan.from_dict(record["plan"])
     units = dict.fromkeys((record["unit_of_privacy"], earlier["unit_of_privacy"]))
     return {
         **record,
         "unit_of_privacy": "; in the part before, ".join(units),
+        **_owner(plan, record["steps_counted"], most),
         "projection": {
             **record["projection"],
             "randomness": FIXED if FIXED in randomness else randomness[-1],

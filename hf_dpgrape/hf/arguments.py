@@ -23,8 +23,10 @@ from hf_dpgrape.hf.argument_checks import (
 from hf_dpgrape.hf.clip_shares import equal_shares, with_loss
 from hf_dpgrape.hf.method_arguments import MethodArguments
 from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
+from hf_dpgrape.hf.record_arguments import RecordArguments
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
 from hf_dpgrape.optim.table import OPTIMIZERS
+from hf_dpgrape.privacy.accounting import require_unit_size
 from hf_dpgrape.privacy.plan import (
     BODY,
     PrivacyPlan,
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class DPGrapeTrainingArguments(MethodArguments, TrainingArguments):
+class DPGrapeTrainingArguments(MethodArguments, RecordArguments, TrainingArguments):
     """Arguments of a private training run.
 
     All of `transformers.TrainingArguments` mean what they mean there, except that
@@ -232,27 +234,6 @@ class DPGrapeTrainingArguments(MethodArguments, TrainingArguments):
             "grows with it; twice the loss of guessing, 2 ln(number of classes), mostly does."
         },
     )
-    num_tuning_trials: int | None = field(
-        default=None,
-        metadata={
-            "help": "How many other runs on the same data led to these settings, for the record "
-            "and the card; each has spent an epsilon of its own. 0 for none. Default: not stated."
-        },
-    )
-    validation_data_is_private: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether the evaluation data must be protected too, for the record and the "
-            "card: epsilon does not cover it. Default: not stated."
-        },
-    )
-    example_unit: str = field(
-        default="one row of the training set",
-        metadata={
-            "help": "What one example is, for the record and the card: whatever the guarantee "
-            "protects as a whole, as `one e-mail`. Text only; it changes nothing in the training."
-        },
-    )
     unsafe_test_seed: int | None = field(
         default=None,
         metadata={
@@ -319,6 +300,7 @@ class DPGrapeTrainingArguments(MethodArguments, TrainingArguments):
             update_proj_gap=(self.update_proj_gap, "never"),
             num_tuning_trials=(self.num_tuning_trials, "none"),
         )
+        require_unit_size(self.examples_per_unit)
         refuse_uneven_grid(self.length_grid)
         refuse_impossible_shares(
             self.head_clip_share, self.private_loss_share, self.private_loss_bound

@@ -11,15 +11,15 @@ from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
 from hf_dpgrape.gradients.recording import AUTO, BATCHED, CAPTURES, SINGLE, Records
 from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
 from hf_dpgrape.mechanism.clip_groups import default_groups, refuse_unplanned_groups
-from hf_dpgrape.mechanism.estimators.base import Setup, SpaceArguments
+from hf_dpgrape.mechanism.estimators.base import Made, Setup, SpaceArguments
 from hf_dpgrape.mechanism.estimators.table import BACKWARD, make_estimator
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
+from hf_dpgrape.mechanism.placement import broadcast_, moved
 from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import (
@@ -196,21 +196,8 @@ class PrivateTraining:
             )
         )
         self.projections, self.subspace = made.projections, made.space
-        self.subspace.adopt(optimizer)
-        self.subspace.start_at_(self.ledger.num_releases)
-        recorder, is_single = self._recorder(capture, made.rehearsed)
-        self.capture = SINGLE if is_single else BATCHED
-        if is_single:
-            self._batches.one_by_one()
-        self._private_step = PrivateStep(
-            ledger=self.ledger,
-            estimator=made.estimator(recorder),
-            space=self.subspace,
-            clip_groups=made.clip_groups,
-            head=head,
-            source=self._source,
-        )
-        _broadcast_(model)
+        self.capture, self._private_step = self._wired(capture, made, head)
+        broadcast_(model)
 
     # ---- A loop of one's own ---------------------------------------------------------------
 
@@ -319,6 +306,32 @@ class PrivateTraining:
 
     # ---- The rehearsal ---------------------------------------------------------------------
 
+    def _wired(self, capture: str, made: Made, head: frozenset[str]) -> tuple[str, PrivateStep]:
+        """Puts the optimizer into the subspace, and rehearses the model.
+
+        Args:
+            capture: one of `CAPTURES`.
+            made: estimator and subspace.
+            head: tensors that the plan may train first.
+
+        Returns:
+            How gradients are taken, "batched" or "single", and the private step.
+        """
+        self.subspace.adopt(self.optimizer)
+        self.subspace.start_at_(self.ledger.num_releases)
+        recorder, is_single = self._recorder(capture, made.rehearsed)
+        if is_single:
+            self._batches.one_by_one()
+        private_step = PrivateStep(
+            ledger=self.ledger,
+            estimator=made.estimator(recorder),
+            space=self.subspace,
+            clip_groups=made.clip_groups,
+            head=head,
+            source=self._source,
+        )
+        return SINGLE if is_single else BATCHED, private_step
+
     def _recorder(self, capture: str, projections: Projections) -> tuple[Records, bool]:
         """Takes per-sample gradients; the model is rehearsed on synthetic examples first.
 
@@ -348,35 +361,18 @@ class PrivateTraining:
 
     def _losses_of(self, inputs: Mapping[str, Any]) -> Tensor:
         """One loss per sample of a physical batch."""
-        return self._losses(self.model, _moved(inputs, self.model))
+        return self._losses(self.model, moved(inputs, self.model))
 
     def _settle(self, inputs: Mapping[str, Any]) -> str:
         """Why the losses are not the model's own on this synthetic example; nothing if so."""
         if not isinstance(self._losses, TaskLosses):
             return ""
-        return self._losses.settle(self.model, _moved(inputs, self.model))
+        return self._losses.settle(self.model, moved(inputs, self.model))
 
     def _default_synthetic(self, structure: Mapping[str, Any]) -> SyntheticExamples:
         losses = self._losses
         are_tokens = isinstance(losses, TaskLosses) and losses.labels_are_tokens
         return SyntheticExamples(self.model, structure, labels_are_tokens=are_tokens)
-
-
-def _moved(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The inputs on the model's device."""
-    device = next(model.parameters()).device
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return {name: pytree.tree_map_only(Tensor, move, value) for name, value in inputs.items()}
-
-
-def _broadcast_(model: nn.Module) -> None:
-    """Gives all processes the first one's weights."""
-    if distributed.is_available() and distributed.is_initialized():
-        for parameter in model.parameters():
-            distributed.broadcast(parameter.data, src=0)
 
 
 def _each_with_its_draws(batch: Iterable[PhysicalBatch]) -> Iterator[PhysicalBatch]:

@@ -168,6 +168,15 @@ def epsilon(
     )
 
 
+def require_unit_size(examples_per_unit: int) -> None:
+    """Refuses a number of examples of one owner for which no epsilon is computed."""
+    if not 1 <= examples_per_unit <= _MOST_PER_UNIT:
+        raise ValueError(
+            f"`examples_per_unit` must be from 1 to {_MOST_PER_UNIT:,}, got {examples_per_unit}; "
+            "for more, keep a random part of an owner's examples."
+        )
+
+
 @functools.lru_cache(maxsize=256)
 def unit_epsilon(
     *,
@@ -189,13 +198,12 @@ def unit_epsilon(
         num_steps: number of releases.
         delta: the delta of the (epsilon, delta) statement.
         examples_per_unit: most examples that one owner has.
+
+    Raises:
+        ValueError: the number of examples is not between 1 and 256.
     """
     _check(num_steps, delta, "pld")
-    if not 1 <= examples_per_unit <= _MOST_PER_UNIT:
-        raise ValueError(
-            f"`examples_per_unit` must be from 1 to {_MOST_PER_UNIT:,}, got {examples_per_unit}; "
-            "for more, keep a random part of an owner's examples."
-        )
+    require_unit_size(examples_per_unit)
     one = epsilon(
         noise_multiplier=noise_multiplier, sampling=sampling, num_steps=num_steps, delta=delta
     )

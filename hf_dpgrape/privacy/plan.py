@@ -306,6 +306,31 @@ class PrivacyPlan:
             accountant=accountant or self.accountant,
         )
 
+    def unit_epsilon(self, examples_per_unit: int, num_steps: int | None = None) -> float:
+        """Epsilon of whoever owns several examples, at `target_delta`, by PLD.
+
+        Neighbors differ by all examples of one owner. The worst case is that all of them move the
+        sum into one direction by the whole clip norm (Ganesh 2024, arXiv 2401.10294).
+
+        Args:
+            examples_per_unit: most examples that one owner has.
+            num_steps: releases; None for all planned ones.
+
+        Returns:
+            An upper bound; infinite where it is not known (other sampling than Poisson, more than
+            100,000 steps).
+
+        Raises:
+            ValueError: the number of examples is not between 1 and 256.
+        """
+        return accounting.unit_epsilon(
+            noise_multiplier=self.noise_multiplier,
+            sampling=self.sampling,
+            num_steps=self.num_steps if num_steps is None else num_steps,
+            delta=self.target_delta,
+            examples_per_unit=examples_per_unit,
+        )
+
     def warnings(self) -> tuple[str, ...]:
         """What makes the whole run's budget say little; nothing if it is a sound one."""
         return budget_warnings(

@@ -1,4 +1,7 @@
-"""The card says what the record says, in full, and what is not guaranteed."""
+"""The card says what the record says, in full, and what is not guaranteed.
+
+Covers: artifacts/record.py.
+"""
 
 from __future__ import annotations
 
@@ -142,6 +145,17 @@ def test_what_one_example_is() -> None:
         ]
         == "one e-mail; in the part before, one row of the training set"
     )
+
+
+def test_what_an_owner_of_several_examples_spends() -> None:
+    assert "owner" not in record() and "who owns" not in card(record())
+    of = record(examples_per_unit=3)
+    spent = plan().unit_epsilon(3, of["steps_counted"])
+    assert of["owner"] == {"examples": 3, "epsilon": spent} and spent > of["epsilon"]
+    assert "| epsilon of who owns 3 examples | " in card(of)
+    now = {**of, "tuning": {"chosen_by_validation_data": []}}
+    before = record(examples_per_unit=5)
+    assert with_earlier_part(now, before)["owner"]["examples"] == 5
 
 
 def test_width_transfer() -> None:

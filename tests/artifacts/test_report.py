@@ -1,4 +1,7 @@
-"""Pictures and reports: the figures of a run and of a plan, and one sentence if they cannot be."""
+"""Pictures and reports: the figures of a run and of a plan, and one sentence if they cannot be.
+
+Covers: artifacts/plots.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: figures of the library, one sentence for every wrong input."""
+"""The command line: figures of the library, one sentence for every wrong input.
+
+Covers: commands/budget.py, commands/check.py, hf/models.py.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,18 @@ def test_budget_from_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
     assert [e["epsilon"]["pld"] for e in report["epochs"]] == [
         plans["pld"].epsilon(step) for step in (8, 16, 24)
     ]
+
+
+def test_budget_of_owners(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(budget("--json", "--examples_per_unit", "1", "3")) == 0
+    units = json.loads(capsys.readouterr().out)["units"]
+    whole = plan("pld", target_epsilon=2.3)
+    assert units == [{"examples": k, "epsilon": whole.unit_epsilon(k)} for k in (1, 3)]
+    assert units[0]["epsilon"] == whole.epsilon() < units[1]["epsilon"]
+    assert main(budget("--examples_per_unit", "3")) == 0
+    assert f"{units[1]['epsilon']:.4f}" in capsys.readouterr().out
+    assert main(budget("--examples_per_unit", "0")) == 2
+    assert "`examples_per_unit` must be from 1" in capsys.readouterr().err
 
 
 def test_budget_from_noise(capsys: pytest.CaptureFixture[str]) -> None:

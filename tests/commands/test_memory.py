@@ -1,4 +1,8 @@
-"""Predictions without storage against real steps: live tensors, the process, PyTorch's tracker."""
+"""Predictions without storage against real steps: live tensors, the process, PyTorch's tracker.
+
+Covers: commands/memory/account.py, commands/memory/command.py, commands/memory/methods.py,
+commands/memory/setting.py, commands/memory/tracking.py.
+"""
 
 from __future__ import annotations
 

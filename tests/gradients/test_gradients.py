@@ -1,4 +1,7 @@
-"""What one sample adds to a sum never exceeds the clip norm, whatever its gradient is."""
+"""What one sample adds to a sum never exceeds the clip norm, whatever its gradient is.
+
+Covers: gradients/forms.py, gradients/norm_bounds.py, gradients/precision.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A recording refuses what the rehearsal could not see: what depends on contents alone."""
+"""A recording refuses what the rehearsal could not see: what depends on contents alone.
+
+Covers: gradients/stage.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rehearsal finds planted faults, and nothing in healthy models."""
+"""The rehearsal finds planted faults, and nothing in healthy models.
+
+Covers: gradients/draws.py, gradients/isolation.py.
+"""
 
 from __future__ import annotations
 

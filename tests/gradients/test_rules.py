@@ -1,4 +1,7 @@
-"""Every layer rule at inputs of 2, 3 and 4 dimensions and batches of 0, 1 and 3."""
+"""Every layer rule at inputs of 2, 3 and 4 dimensions and batches of 0, 1 and 3.
+
+Covers: gradients/generic.py.
+"""
 
 from __future__ import annotations
 

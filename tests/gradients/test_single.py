@@ -1,4 +1,7 @@
-"""Single capture equals one plain backward per example, for models that batches do not suit."""
+"""Single capture equals one plain backward per example, for models that batches do not suit.
+
+Covers: gradients/single_rehearsal.py, gradients/recording.py.
+"""
 
 from __future__ import annotations
 

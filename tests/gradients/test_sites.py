@@ -1,4 +1,7 @@
-"""Which rule a module takes: by exact type, registered from outside, and without Hugging Face."""
+"""Which rule a module takes: by exact type, registered from outside, and without Hugging Face.
+
+Covers: gradients/observation.py, gradients/layout.py, hf/families.py.
+"""
 
 from __future__ import annotations
 

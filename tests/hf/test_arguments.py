@@ -1,4 +1,7 @@
-"""The training arguments: what they refuse, what they derive, and their help."""
+"""The training arguments: what they refuse, what they derive, and their help.
+
+Covers: hf/argument_checks.py, hf/record_arguments.py, hf/refusals.py, hf/clip_shares.py.
+"""
 
 from __future__ import annotations
 

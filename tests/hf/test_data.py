@@ -1,4 +1,8 @@
-"""One example's tensors are the same whoever is drawn beside it, and one more moves sums by C."""
+"""One example's tensors are the same whoever is drawn beside it, and one more moves sums by C.
+
+Covers: hf/exact_lengths.py, hf/input_limits.py, hf/training_data.py, mechanism/collation.py,
+mechanism/logical_batches.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Width transfer and its optimizers inside the trainer."""
+"""Width transfer and its optimizers inside the trainer.
+
+Covers: hf/rates.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What comes with a Trainer: callbacks, best checkpoints, searches, own optimizers, the bar."""
+"""What comes with a Trainer: callbacks, best checkpoints, searches, own optimizers, the bar.
+
+Covers: hf/callbacks.py, hf/given_optimizer.py.
+"""
 
 from __future__ import annotations
 

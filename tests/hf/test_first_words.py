@@ -36,6 +36,17 @@ def test_what_one_example_is_goes_on_the_record(make_trainer: MakeTrainer) -> No
     assert trainer.privacy_record()["unit_of_privacy"] == "one e-mail"
 
 
+def test_owners_of_several_examples_go_on_the_record(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(examples_per_unit=2, max_steps=1)
+    trainer.train()
+    assert trainer.privacy_record()["owner"] == {
+        "examples": 2,
+        "epsilon": trainer.plan.unit_epsilon(2),
+    }
+    with pytest.raises(ValueError, match="`examples_per_unit` must be from 1 to 256, got 0"):
+        make_trainer(examples_per_unit=0)
+
+
 def test_a_missing_label_column_does_not_list_the_columns(make_trainer: MakeTrainer) -> None:
     """In a file without a header, they are its first record."""
     unlabeled = examples().remove_columns("label")

@@ -1,4 +1,7 @@
-"""Losses of samples: the user's own row by row, and the model's own for every task head."""
+"""Losses of samples: the user's own row by row, and the model's own for every task head.
+
+Covers: hf/trainers_losses.py, hf/task_losses.py, hf/row_by_row.py, hf/own_loss.py.
+"""
 
 from __future__ import annotations
 

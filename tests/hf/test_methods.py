@@ -1,4 +1,7 @@
-"""What every private method has to do; one row in `METHODS` is one more run of each test here."""
+"""What every private method has to do; one row in `METHODS` is one more run of each test here.
+
+Covers: hf/method_arguments.py, mechanism/estimators/table.py.
+"""
 
 from __future__ import annotations
 

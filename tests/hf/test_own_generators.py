@@ -1,4 +1,7 @@
-"""Generators that collators and data sets hold are found, wherever they are; rows are not read."""
+"""Generators that collators and data sets hold are found, wherever they are; rows are not read.
+
+Covers: mechanism/own_generators.py.
+"""
 
 from __future__ import annotations
 

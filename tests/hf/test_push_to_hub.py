@@ -1,4 +1,7 @@
-"""What arrives at a Hub on the loopback interface: the model and its record, nothing raw."""
+"""What arrives at a Hub on the loopback interface: the model and its record, nothing raw.
+
+Covers: hf/publishing.py.
+"""
 
 from __future__ import annotations
 

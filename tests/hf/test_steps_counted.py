@@ -1,4 +1,7 @@
-"""Where results may decide on a step, all steps count; what was true of a run stays on record."""
+"""Where results may decide on a step, all steps count; what was true of a run stays on record.
+
+Covers: hf/choices.py.
+"""
 
 from __future__ import annotations
 

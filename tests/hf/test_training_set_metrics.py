@@ -1,4 +1,7 @@
-"""Metrics on the training set are for the caller: no log, callback, card, report or choice."""
+"""Metrics on the training set are for the caller: no log, callback, card, report or choice.
+
+Covers: hf/disclosure.py.
+"""
 
 from __future__ import annotations
 

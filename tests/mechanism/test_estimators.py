@@ -1,4 +1,8 @@
-"""Zeroth order and naive DP-GaLore: what they release, and what they do with it."""
+"""Zeroth order and naive DP-GaLore: what they release, and what they do with it.
+
+Covers: mechanism/estimators/base.py, mechanism/estimators/zeroth_order.py,
+mechanism/estimators/galore.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The private step's guarantees, on real models."""
+"""The private step's guarantees, on real models.
+
+Covers: mechanism/estimators/backward.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Private training as one object, in a loop of one's own."""
+"""Private training as one object, in a loop of one's own.
+
+Covers: mechanism/checks.py, mechanism/clip_groups.py, mechanism/placement.py, mechanism/tensors.py.
+"""
 
 from __future__ import annotations
 

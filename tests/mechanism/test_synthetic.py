@@ -1,4 +1,7 @@
-"""Synthetic examples: inputs as models need them, of which none is read from a private row."""
+"""Synthetic examples: inputs as models need them, of which none is read from a private row.
+
+Covers: mechanism/placeholders.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What every optimizer of the table has to do; one row there is one more run of each test here."""
+"""What every optimizer of the table has to do; one row there is one more run of each test here.
+
+Covers: optim/table.py.
+"""
 
 from __future__ import annotations
 

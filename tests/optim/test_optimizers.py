@@ -1,4 +1,7 @@
-"""DP-Muon and DP-AdamBC against torch's optimizers and their formulas."""
+"""DP-Muon and DP-AdamBC against torch's optimizers and their formulas.
+
+Covers: optim/adamw_bc.py, optim/muon.py, optim/groups.py.
+"""
 
 from __future__ import annotations
 

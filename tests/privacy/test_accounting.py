@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
+from typing import Any
 
 import dp_accounting
 import pytest
@@ -19,9 +20,11 @@ from hf_dpgrape.privacy.accounting import (
     _epsilon_in_blocks,
     calibrate_noise_multiplier,
     epsilon,
+    unit_epsilon,
 )
 from hf_dpgrape.privacy.sampling.base import Accountant
 from hf_dpgrape.privacy.sampling.poisson import Poisson
+from hf_dpgrape.privacy.sampling.truncated_poisson import TruncatedPoisson
 
 DELTA = 1e-5
 BOTH: tuple[Accountant, ...] = ("pld", "rdp")
@@ -234,3 +237,48 @@ def test_unreachable_target_is_refused() -> None:
     # Renyi bounds of finitely many orders do not go to zero before an absurd amount of noise.
     with pytest.raises(ValueError, match="No noise multiplier reaches"):
         needed(1e-3, 1.0, 10**5, "rdp")
+
+
+# ---- Owners of several examples ----------------------------------------------------------------
+
+
+def owner(examples: int, **changes: Any) -> float:
+    numbers = {
+        "noise_multiplier": 1.0,
+        "sampling": Poisson(sampling_prob=0.004),
+        "num_steps": 792,
+        "delta": 1e-5,
+    }
+    return unit_epsilon(examples_per_unit=examples, **{**numbers, **changes})
+
+
+@pytest.mark.parametrize(("examples", "expected"), [(1, 0.61), (2, 1.31), (4, 2.81), (8, 6.15)])
+def test_owners_of_several_examples_spend_more(examples: int, expected: float) -> None:
+    assert owner(examples) == pytest.approx(expected, rel=5e-3)
+
+
+def test_an_owners_epsilon_lies_between_one_example_and_full_participation() -> None:
+    """With q = 1 all k examples always move the sum by k clip norms: a Gaussian of noise 1 / k."""
+    everything = Poisson(sampling_prob=1.0)
+    found = owner(4, sampling=everything, num_steps=1, noise_multiplier=4.0)
+    alone = epsilon(noise_multiplier=1.0, sampling=everything, num_steps=1, delta=1e-5)
+    assert alone <= found <= alone * 1.01
+
+
+def test_no_steps_and_one_example_are_as_ever() -> None:
+    assert owner(8, num_steps=0) == 0
+    sampling = Poisson(sampling_prob=0.004)
+    assert owner(1) == epsilon(noise_multiplier=1.0, sampling=sampling, num_steps=792, delta=1e-5)
+
+
+def test_what_is_not_known_is_infinite() -> None:
+    cut = TruncatedPoisson(sampling_prob=0.004, num_examples=1000, max_logical_batch_size=10)
+    assert owner(2, sampling=cut, num_steps=2) == math.inf
+    assert owner(2, noise_multiplier=0.0) == math.inf
+    assert owner(2, num_steps=200_000) == math.inf
+
+
+@pytest.mark.parametrize("examples", [0, -1, 257])
+def test_impossible_numbers_of_an_owners_examples(examples: int) -> None:
+    with pytest.raises(ValueError, match=r"`examples_per_unit` must be from 1 to 256, got"):
+        owner(examples)

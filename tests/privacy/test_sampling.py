@@ -1,4 +1,8 @@
-"""Sampling: each test of a distribution also shows that it can fail."""
+"""Sampling: each test of a distribution also shows that it can fail.
+
+Covers: privacy/sampling/base.py, privacy/sampling/poisson.py, privacy/sampling/sampler.py,
+privacy/sampling/table.py, privacy/sampling/truncated_poisson.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stand-ins, their lift onto the weights, refreshes and 16-bit weights."""
+"""Stand-ins, their lift onto the weights, refreshes and 16-bit weights.
+
+Covers: subspace/rounding.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a model's layers look like to the width rules, and muP's initial weights."""
+"""What a model's layers look like to the width rules, and muP's initial weights.
+
+Covers: width/initialization.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The width rules: published figures, the way back, and the limits of the projected case."""
+"""The width rules: published figures, the way back, and the limits of the projected case.
+
+Covers: width/rules.py.
+"""
 
 from __future__ import annotations
 

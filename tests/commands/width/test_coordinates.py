@@ -1,4 +1,7 @@
-"""`hf-dpgrape coord-check`: flat under DP-muP, rising under the standard parametrization."""
+"""`hf-dpgrape coord-check`: flat under DP-muP, rising under the standard parametrization.
+
+Covers: commands/width/changes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`hf-dpgrape transfer`: both halves of a width transfer."""
+"""`hf-dpgrape transfer`: both halves of a width transfer.
+
+Covers: commands/width/command.py.
+"""
 
 from __future__ import annotations
 
