@@ -80,6 +80,7 @@ class TrainedRun:
             optimizer=self.facts["optimizer"],
             example_unit=args.example_unit,
             examples_per_unit=args.examples_per_unit,
+            num_processes=args.world_size,
             tuning=choices.record(),
             raw_metrics_were_logged=logs_are_raw,
             dpmup=None if width is None else width.record(ledger.plan.noise_multiplier),

@@ -178,6 +178,11 @@ class DPGrapeMixin(LeavesOut):
         self._disclosure.begin_run(is_search=self.hp_search_backend is not None)
         self.control.should_training_stop = self.control.should_epoch_stop = False
         self._choices().warn_of_validation()
+        logger.info(
+            "Training in %d process(es), which draw an expected batch of %d together.",
+            self.args.world_size,
+            self.get_total_train_batch_size(self.args),
+        )
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # whoever interrupts a run may have seen its results

@@ -69,6 +69,34 @@ def _is_target(name: str, target_modules: TargetModules, head: frozenset[str]) -
     return bool(matching([name], target_modules))
 
 
+def require_matches(names: Collection[str], argument: str, parts: TargetModules) -> None:
+    """Refuses a pattern, or a part out of several, that names no tensor.
+
+    Args:
+        names: of the trainable tensors.
+        argument: that has the patterns.
+        parts: a regular expression or parts of names; None and `all-linear` name what they find.
+
+    Raises:
+        ValueError: nothing has such a name.
+    """
+    if parts is None or parts == "all-linear":
+        return
+    if isinstance(parts, str):
+        unmatched = [] if any(re.search(parts, name) for name in names) else [parts]
+    else:
+        unmatched = [part for part in parts if not matching(names, [part])]
+        unmatched = unmatched if parts else [""]
+    if unmatched:
+        ones = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+        shown = [*ones[:_NUM_SHOWN], *ones[-_NUM_SHOWN:]] if len(ones) > 2 * _NUM_SHOWN else ones
+        raise ValueError(
+            f"Expected `{argument}` to match trainable tensors, got "
+            f"{', '.join(map(repr, unmatched))}, which matches none; name modules of the model, as "
+            f"{', '.join(f'`{name}`' for name in shown)}."
+        )
+
+
 def make_projections(
     model: nn.Module,
     *,
@@ -88,7 +116,12 @@ def make_projections(
         head: tensors that are not projected by default.
         target_modules: which are projected: a regular expression or parts of names; None for all
             but the head.
+
+    Raises:
+        ValueError: something of `target_modules` matches nothing.
     """
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    require_matches(weights, "optim_target_modules", target_modules)
     return {
         name: Projection(
             name,
@@ -98,9 +131,27 @@ def make_projections(
             seed=seed,
             device=p.device,
         )
-        for name, p in model.named_parameters()
-        if p.requires_grad
+        for name, p in weights.items()
     }
+
+
+def require_projected(projections: Mapping[str, Projection], target_modules: TargetModules) -> None:
+    """Refuses a choice of tensors of which none can be projected.
+
+    Args:
+        projections: of all trainable tensors, with a rank above 0.
+        target_modules: which tensors the user has chosen; None if they did not.
+
+    Raises:
+        ValueError: all that was chosen are vectors, or not larger than the rank.
+    """
+    if target_modules is None or any(p.side is not None for p in projections.values()):
+        return
+    raise ValueError(
+        f"Expected `optim_target_modules`={target_modules!r} to choose matrices with both sides "
+        "above `rank`, got none, so that nothing would be projected; choose others, lower `rank`, "
+        "or set `rank=0` for full space."
+    )
 
 
 def projected_shapes(
@@ -140,6 +191,8 @@ def report_tensors(
     model: nn.Module, *, rank: int, head: frozenset[str], target_modules: TargetModules = None
 ) -> list[TensorReport]:
     """One row per trainable tensor, and one per module that is refused as a whole."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    require_matches(names, "optim_target_modules", target_modules)
     sites, problems = sites_or_problems(model)
     rules: dict[str, list[str]] = {}
     for site in sites:

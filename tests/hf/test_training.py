@@ -224,6 +224,31 @@ def test_head_has_its_own_rate_group_and_phase(make_trainer: MakeTrainer) -> Non
     assert head.is_own_stand_in
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim_target_modules": "qkv_proj"}, "`optim_target_modules` to .*got 'qkv_proj', which"),
+        ({"optim_target_modules": ["dense", "qkv"]}, "`optim_target_modules` to .*got 'qkv', whic"),
+        ({"head_modules": ["classifier", "score"]}, "`head_modules` to match .*got 'score', which"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused(
+    make_trainer: MakeTrainer, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(**changes).train()
+    assert "`classifier.out_proj`" in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"optim_target_modules": "bias"}, {"rank": 99}])
+def test_a_choice_of_which_nothing_can_be_projected_is_refused(
+    make_trainer: MakeTrainer, changes: dict[str, Any]
+) -> None:
+    trainer = make_trainer(**{"optim_target_modules": ["dense"], **changes})
+    with pytest.raises(ValueError, match="to choose matrices with both sides above `rank`"):
+        trainer.train()
+
+
 def test_checkpointed_model_trains_the_same(make_trainer: MakeTrainer) -> None:
     runs = []
     for on in (False, True):
