@@ -24,6 +24,7 @@ from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
 from hf_dpgrape.hf.left_out import LeavesOut
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
+from hf_dpgrape.hf.own_loss import named_outputs
 from hf_dpgrape.hf.planning import Planned, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
@@ -245,6 +246,13 @@ class DPGrapeMixin(LeavesOut):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = evaluation_loss(self, model, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; outputs have names, as in training, whatever the configuration says."""
+        if callable(self.compute_loss_func):  # which is given what the model returns
+            return super().prediction_step(model, *args, **kwargs)
+        with named_outputs(getattr(head_of(self.model), "config", None)):
+            return super().prediction_step(model, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`; callbacks see no metrics on the training set."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -52,7 +53,23 @@ def newly_initialized(model: nn.Module) -> frozenset[str]:
 
 def loaded_tensors(model: nn.Module) -> frozenset[str]:
     """Tensors that came from a checkpoint; empty for a model made from a configuration."""
-    return frozenset(n for n, p in model.named_parameters() if is_loaded(p))
+    loaded = frozenset(n for n, p in model.named_parameters() if is_loaded(p))
+    return loaded | _resized_output(model) if loaded else loaded
+
+
+def _resized_output(model: Any) -> frozenset[str]:
+    """The output layer of a loaded model, if the checkpoint had one.
+
+    Adding tokens exchanges it for another, with the checkpoint's rows and some new ones, that is
+    not marked as loaded. Whether the checkpoint had one, the class tells that it is of.
+    """
+    base = getattr(model, "get_base_model", None)
+    head = base() if callable(base) else model
+    kinds = getattr(getattr(head, "config", None), "architectures", None) or []
+    get = getattr(head, "get_output_embeddings", None)
+    output = get() if callable(get) and type(head).__name__ in kinds else None
+    own = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
+    return frozenset(n for n, p in model.named_parameters() if id(p) in own)
 
 
 def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:

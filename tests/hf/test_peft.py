@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
+    # Of torch, at SHiRA's sparse weights.
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning"),
 ]
 
 NORMS = {"roberta": ["LayerNorm"], "gpt2": ["ln_1", "ln_2", "ln_f"], "llama": None}
@@ -144,6 +147,10 @@ OTHERS: dict[str, tuple[Any, str]] = {
     ),
     "lokr": (
         lambda task, names: peft.LoKrConfig(task_type=task, r=3, target_modules=names),
+        "single",
+    ),
+    "shira": (
+        lambda task, names: peft.ShiraConfig(task_type=task, r=3, target_modules=names),
         "single",
     ),
     "vera": (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest_trainer import NUM_EXAMPLES, MakeTrainer, collate, examples
-from families import CAUSAL, CLASSIFY, make_model
+from families import CAUSAL, CLASSIFY, make_config, make_model
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -606,3 +606,35 @@ def test_newly_initialized_head_is_found(make_trainer: MakeTrainer, tmp_path: Pa
     projections = trainer.private_training.subspace.projections
     assert projections["classifier.dense.weight"].side is None
     assert projections["roberta.embeddings.word_embeddings.weight"].side == "right"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_that_was_loaded_and_resized_is_not_new(tmp_path: Path, is_tied: bool) -> None:
+    """Nor is one that the checkpoint lacks taken for its own."""
+    from transformers import GPT2LMHeadModel, GPT2Model
+
+    config = make_config("gpt2")
+    config.tie_word_embeddings = is_tied
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "whole")
+    GPT2Model(config).save_pretrained(tmp_path / "body")
+    for folder, new in (("whole", []), ("body", [] if is_tied else ["lm_head.weight"])):
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / folder)
+        assert sorted(head_tensors(model, None)) == new
+        model.resize_token_embeddings(config.vocab_size + 5)
+        assert model.get_output_embeddings().weight.shape[0] == config.vocab_size + 5
+        assert sorted(head_tensors(model, None)) == new
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_outputs_without_names(make_trainer: MakeTrainer, causal: bool) -> None:
+    """`return_dict=False` is about what others see; gpt2 itself cannot run under it."""
+    metrics = []
+    for is_named in (True, False):
+        model = make_model(*(("gpt2", CAUSAL) if causal else ("roberta", CLASSIFY))).float()
+        model.config.return_dict = is_named
+        trainer = make_trainer(model=model, causal=causal, more={"eval_dataset": examples(7)})
+        trainer.train()
+        metrics.append((trainer.evaluate()["eval_loss"], trainer.predict(examples(7))))
+        assert model.config.return_dict == is_named
+    assert metrics[0][0] == metrics[1][0]
+    assert (metrics[0][1].predictions == metrics[1][1].predictions).all()
