@@ -25,6 +25,7 @@ from hf_dpgrape.hf.given_optimizer import GivenOptimizer
 from hf_dpgrape.hf.left_out import LeavesOut
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
 from hf_dpgrape.hf.own_loss import named_outputs
+from hf_dpgrape.hf.pairs import SyntheticPairs, pair_loss_of
 from hf_dpgrape.hf.planning import Planned, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
@@ -159,6 +160,8 @@ class DPGrapeMixin(LeavesOut):
             structure: one collated example, for its names, dtypes and shapes alone.
         """
         head = head_of(self.model)
+        if pair_loss_of(self):
+            return SyntheticPairs(head, structure)
         return SyntheticExamples(head, structure, labels_are_tokens=labels_are_tokens(head))
 
     # ---- Training --------------------------------------------------------------------------
