@@ -345,12 +345,22 @@ class DPGrapeMixin(LeavesOut):
             self._told_ledger(), self.args, self._choices(), self._disclosure, self._recorded
         )
 
+    def save_privacy_record(self, folder: str | Path) -> None:
+        """Writes `privacy.json` beside weights that the model itself has saved there.
+
+        `save_model` and checkpoints write it anyway. `model.save_pretrained(folder)` knows nothing
+        of the run, and neither does a model whose adapters were merged into it.
+        """
+        if self.private_training is None:
+            raise ValueError("The record describes a trained model; call `train()` first.")
+        write_record(folder, self.privacy_record())
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
         self._publisher.before_saving(output_dir)
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self.private_training is not None:
-            write_record(self._publisher.folder(output_dir), self.privacy_record())
+            self.save_privacy_record(self._publisher.folder(output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as `README.md` into the output folder.
