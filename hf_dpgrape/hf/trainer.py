@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpgrape.artifacts.record import write_record
@@ -24,14 +22,16 @@ from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.dpmup import proxy_of
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
+from hf_dpgrape.hf.left_out import LeavesOut
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
+from hf_dpgrape.hf.own_loss import named_outputs
+from hf_dpgrape.hf.pairs import SyntheticPairs, pair_loss_of
 from hf_dpgrape.hf.planning import Planned, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.hf.resuming import already_spent, refuse_other_groups, resumed, run_facts
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
-from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import evaluation_loss, trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
@@ -45,7 +45,7 @@ from hf_dpgrape.privacy.randomness import secret_global_randomness
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(TrainerPart):
+class DPGrapeMixin(LeavesOut):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -68,6 +68,7 @@ class DPGrapeMixin(TrainerPart):
     _ledger: RunLedger | None = None
     _batches: LogicalBatches | None = None  # what the loader of the present run draws from
     _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
+    _has_searched = False  # for hyperparameters, in this trainer
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -119,16 +120,6 @@ class DPGrapeMixin(TrainerPart):
         """
         return proxy_of(self.model, base_model)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Keeps accelerate from wrapping the model in DistributedDataParallel.
-
-        Its buckets would be as large as the full gradients, and wait for some that never come; the
-        private step reduces the small projected sums instead.
-        """
-        super().create_accelerator_and_postprocess()
-        prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
-
     def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
         """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
@@ -169,6 +160,8 @@ class DPGrapeMixin(TrainerPart):
             structure: one collated example, for its names, dtypes and shapes alone.
         """
         head = head_of(self.model)
+        if pair_loss_of(self):
+            return SyntheticPairs(head, structure)
         return SyntheticExamples(head, structure, labels_are_tokens=labels_are_tokens(head))
 
     # ---- Training --------------------------------------------------------------------------
@@ -189,6 +182,11 @@ class DPGrapeMixin(TrainerPart):
         self._disclosure.begin_run(is_search=self.hp_search_backend is not None)
         self.control.should_training_stop = self.control.should_epoch_stop = False
         self._choices().warn_of_validation()
+        logger.info(
+            "Training in %d process(es), which draw an expected batch of %d together.",
+            self.args.world_size,
+            self.get_total_train_batch_size(self.args),
+        )
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # whoever interrupts a run may have seen its results
@@ -214,18 +212,6 @@ class DPGrapeMixin(TrainerPart):
         """Norm of the private gradient, which is noised already."""
         assert self.private_training is not None
         return float(nn.utils.get_total_norm(self.private_training.gradients()))
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """The expected batch size, for the Trainer's messages."""
-        assert self.args.expected_batch_size is not None
-        return self.args.expected_batch_size
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """0: the number of tokens drawn, which a count would reveal, is secret."""
-        return 0
-
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> None:
-        """None: a count over the batch must not reach any sample's loss."""
 
     # ---- Logs and evaluation ---------------------------------------------------------------
 
@@ -264,6 +250,13 @@ class DPGrapeMixin(TrainerPart):
         loss, outputs = evaluation_loss(self, model, inputs)
         return (loss, outputs) if return_outputs else loss
 
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; outputs have names, as in training, whatever the configuration says."""
+        if callable(self.compute_loss_func):  # which is given what the model returns
+            return super().prediction_step(model, *args, **kwargs)
+        with named_outputs(getattr(head_of(self.model), "config", None)):
+            return super().prediction_step(model, *args, **kwargs)
+
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`; callbacks see no metrics on the training set."""
         with self._disclosure.evaluation(test_dataset):
@@ -287,6 +280,7 @@ class DPGrapeMixin(TrainerPart):
             self.args,
             self.callback_handler.callbacks,
             is_search=self.hp_search_backend is not None,
+            has_searched=self._has_searched,
             ledger=self._ledger,
         )
 
@@ -300,6 +294,7 @@ class DPGrapeMixin(TrainerPart):
         Every trial is a private run with an epsilon of its own. The total holds if the number of
         trials, and their noise, sampling and steps, do not depend on results.
         """
+        self._has_searched = True
         best = super().hyperparameter_search(**search_arguments(*args, **kwargs))
         self._choices().warn_of_total()
         return best
@@ -341,13 +336,6 @@ class DPGrapeMixin(TrainerPart):
             refuse_other_groups(self._recorded, self.private_training)
         super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
-        os.makedirs(output_dir, exist_ok=True)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads nothing: a resumed run draws fresh secret randomness."""
-
     # ---- Files ----------------------------------------------------------------------------
 
     def privacy_record(self) -> dict[str, Any]:
@@ -357,12 +345,22 @@ class DPGrapeMixin(TrainerPart):
             self._told_ledger(), self.args, self._choices(), self._disclosure, self._recorded
         )
 
+    def save_privacy_record(self, folder: str | Path) -> None:
+        """Writes `privacy.json` beside weights that the model itself has saved there.
+
+        `save_model` and checkpoints write it anyway. `model.save_pretrained(folder)` knows nothing
+        of the run, and neither does a model whose adapters were merged into it.
+        """
+        if self.private_training is None:
+            raise ValueError("The record describes a trained model; call `train()` first.")
+        write_record(folder, self.privacy_record())
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
         self._publisher.before_saving(output_dir)
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self.private_training is not None:
-            write_record(self._publisher.folder(output_dir), self.privacy_record())
+            self.save_privacy_record(self._publisher.folder(output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as `README.md` into the output folder.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_dpgrape.hf.losses import PerSampleLoss
+from hf_dpgrape.hf.pairs import PairLosses, pair_loss_of
 from hf_dpgrape.hf.task_losses import head_of
 
 
@@ -57,11 +58,13 @@ def own_losses(trainer: Trainer) -> PerSampleLoss:
     return PerSampleLoss(head_of(_model_of(trainer)), trainer.compute_loss_func)
 
 
-def trainers_losses(trainer: Trainer) -> TrainersLosses:
+def trainers_losses(trainer: Trainer) -> TrainersLosses | PairLosses:
     """The losses of a trainer's model as the trainer computes them."""
-    return TrainersLosses(
-        own_losses(trainer), trainer.compute_loss_context_manager, trainer._prepare_inputs
-    )
+    precision, prepare = trainer.compute_loss_context_manager, trainer._prepare_inputs
+    if pair_loss := pair_loss_of(trainer):
+        head = head_of(_model_of(trainer))
+        return PairLosses(pair_loss, trainer.args, head=head, precision=precision, prepare=prepare)
+    return TrainersLosses(own_losses(trainer), precision, prepare)
 
 
 def evaluation_loss(
