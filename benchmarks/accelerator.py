@@ -239,22 +239,25 @@ def correctness(device: torch.device) -> dict[str, float]:
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line per cell and kind of step."""
     shown = Table(title="Median step, peak of the device's memory")
-    for column in ("model", "B x T", "dtype", "step", "ms", "allocated", "reserved"):
-        shown.add_column(column)
+    for column in ("model", "B x T", "dtype", "step", "ms", "GiB used", "GiB held"):
+        shown.add_column(column, no_wrap=True)
     for row in rows:
-        checkpointing = ", ckpt" if row["checkpointing"] else ""
-        peaks = (
-            f"{row[k]:.1f} GiB" if k in row else "-" for k in ("allocated_gib", "reserved_gib")
-        )
+        dtype = {"float32": "fp32", "bfloat16": "bf16"}[row["dtype"]]
+        figures = (row.get(key) for key in ("ms", "allocated_gib", "reserved_gib"))
         shown.add_row(
             row["shape"],
             f"{row['batch_size']} x {row['length']}",
-            row["dtype"] + checkpointing,
+            dtype + (" ckpt" if row["checkpointing"] else ""),
             row["step"],
-            row.get("failed") or f"{row['ms']:.1f}",
-            *peaks,
+            *("-" if figure is None else f"{figure:.1f}" for figure in figures),
         )
     return shown
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """One line per cell that gave no time."""
+    failed = (row for row in rows if "failed" in row)
+    return [f"{row['shape']}, {row['dtype']}, {row['step']}: {row['failed']}" for row in failed]
 
 
 def main() -> None:
