@@ -32,7 +32,7 @@ from hf_dpgrape.hf.resuming import already_spent, refuse_other_groups, resumed, 
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
 from hf_dpgrape.hf.trainer_part import TrainerPart
-from hf_dpgrape.hf.trainers_losses import evaluation_loss, trainers_losses
+from hf_dpgrape.hf.trainers_losses import evaluation_loss, has_own_evaluation, trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
@@ -258,8 +258,8 @@ class DPGrapeMixin(TrainerPart):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The loss of an evaluation: with `compute_loss_func`, the mean of the examples' own."""
-        if not callable(self.compute_loss_func):
+        """The loss of an evaluation: the mean of the examples' own if it is not the model's."""
+        if not has_own_evaluation(self):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = evaluation_loss(self, model, inputs)
         return (loss, outputs) if return_outputs else loss
