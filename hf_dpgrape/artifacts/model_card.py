@@ -255,6 +255,15 @@ def _dpmup_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _of_one_class(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The last evaluations in which nearly all predictions were one class."""
+    found: Mapping[str, Any] = record.get("evaluations_of_one_class", {})
+    return [
+        (f"predictions ({prefix})", f"**at step {told['step']} the model {told['says']}**")
+        for prefix, told in found.items()
+    ]
+
+
 def _is_private(record: Mapping[str, Any]) -> bool:
     fixed = "NOT PRIVATE" in record["projection"]["randomness"]
     return record["epsilon"] is not None and not fixed
@@ -335,7 +344,7 @@ def render_card(
         tuning=tuning_facts(record),
         dpmup=_dpmup_facts(record),
         limits=[*_limits_of(record), *_LIMITS, *limits],
-        results=[(name, f"{value:.4g}") for name, value in metrics.items()],
+        results=[*((n, f"{v:.4g}") for n, v in metrics.items()), *_of_one_class(record)],
     )
     return card
 

@@ -22,6 +22,7 @@ from hf_dpgrape.hf.callbacks import show_epsilon
 from hf_dpgrape.hf.choices import Choices, TellsEndsOfEpochs, search_arguments
 from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.dpmup import proxy_of
+from hf_dpgrape.hf.evaluating import EvaluatingPart
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
@@ -31,8 +32,7 @@ from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.hf.resuming import already_spent, refuse_other_groups, resumed, run_facts
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
-from hf_dpgrape.hf.trainer_part import TrainerPart
-from hf_dpgrape.hf.trainers_losses import evaluation_loss, has_own_evaluation, trainers_losses
+from hf_dpgrape.hf.trainers_losses import trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
@@ -45,7 +45,7 @@ from hf_dpgrape.privacy.randomness import secret_global_randomness
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(TrainerPart):
+class DPGrapeMixin(EvaluatingPart):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -80,6 +80,7 @@ class DPGrapeMixin(TrainerPart):
         refuse_other_arguments(self.args)
         self._publisher = Publisher(self)
         self._disclosure = Disclosure(self, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        self._of_one_class = {}
         self._source = secret_source(self.args)
         self._given_optimizer = GivenOptimizer(self, self.args)
         if self.args.bf16_weights:
@@ -187,6 +188,7 @@ class DPGrapeMixin(TrainerPart):
         if self.private_training is not None:  # the optimizer belongs to the run before
             self._given_optimizer.drop_()
         self._disclosure.begin_run(is_search=self.hp_search_backend is not None)
+        self._of_one_class.clear()
         self.control.should_training_stop = self.control.should_epoch_stop = False
         self._choices().warn_of_validation()
         try:
@@ -227,57 +229,12 @@ class DPGrapeMixin(TrainerPart):
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> None:
         """None: a count over the batch must not reach any sample's loss."""
 
-    # ---- Logs and evaluation ---------------------------------------------------------------
+    # ---- Logs ------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs epsilon spent so far, and no raw loss unless it was asked for."""
         self._disclosure.filter_(logs, self._told_ledger if self._ledger else None)
         super().log(logs, start_time)
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        **kwargs: Any,
-    ) -> dict[str, float]:
-        """As `Trainer.evaluate`; metrics on the training set are returned, but not logged."""
-        if isinstance(eval_dataset, dict):  # one by one, before a trainer prepares them
-            parts = (
-                self.evaluate(data, ignore_keys, f"{metric_key_prefix}_{name}", **kwargs)
-                for name, data in eval_dataset.items()
-            )
-            return {name: value for part in parts for name, value in part.items()}
-        with self._disclosure.evaluation(eval_dataset):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The loss of an evaluation: the mean of the examples' own if it is not the model's."""
-        if not has_own_evaluation(self):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = evaluation_loss(self, model, inputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.predict`; callbacks see no metrics on the training set."""
-        with self._disclosure.evaluation(test_dataset):
-            return super().predict(test_dataset, *args, **kwargs)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """As the Trainer's; here an evaluation tells on which data it is."""
-        self._disclosure.begin_evaluation(self._disclosure.named(eval_dataset))
-        return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """As the Trainer's; here a prediction tells on which data it is."""
-        self._disclosure.begin_evaluation(test_dataset)
-        return super().get_test_dataloader(test_dataset)
 
     # ---- Several runs, and continued ones --------------------------------------------------
 
@@ -353,9 +310,11 @@ class DPGrapeMixin(TrainerPart):
     def privacy_record(self) -> dict[str, Any]:
         """What `privacy.json` says about the model as it is now."""
         assert self._run is not None
-        return self._run.record(
+        record = self._run.record(
             self._told_ledger(), self.args, self._choices(), self._disclosure, self._recorded
         )
+        told = {"evaluations_of_one_class": {**self._of_one_class}} if self._of_one_class else {}
+        return {**record, **told}
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
