@@ -55,6 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
         target_delta=a.target_delta,
         max_epochs=_max_epochs(a),
         has_head=bool(sizes.head) if sizes else a.task not in _WITHOUT_NEW_HEAD,
+        has_body=sizes is None or sizes.body > 0,
         sizes=sizes,
     )
     preset = preset_of(found, a)

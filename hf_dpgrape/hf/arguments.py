@@ -26,6 +26,7 @@ from hf_dpgrape.hf.method_arguments import MethodArguments
 from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
 from hf_dpgrape.hf.record_arguments import RecordArguments
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
+from hf_dpgrape.hf.suggested_arguments import SuggestedArguments
 from hf_dpgrape.optim.table import OPTIMIZERS
 from hf_dpgrape.privacy.accounting import require_unit_size
 from hf_dpgrape.privacy.plan import (
@@ -40,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class DPGrapeTrainingArguments(MethodArguments, LossArguments, RecordArguments, TrainingArguments):
+class DPGrapeTrainingArguments(
+    MethodArguments, LossArguments, RecordArguments, SuggestedArguments, TrainingArguments
+):
     """Arguments of a private training run.
 
     All of `transformers.TrainingArguments` mean what they mean there, except that

@@ -6,7 +6,9 @@ import logging
 import math
 from typing import Any
 
+from hf_dpgrape.hf.methods import method_of
 from hf_dpgrape.hf.suggestions import DEFAULT_MAX_EPOCHS, HEAD_RATE, signal_of
+from hf_dpgrape.mechanism.estimators.table import ZEROTH_ORDER
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.signal import (
     LEAST_REACH,
@@ -33,6 +35,8 @@ def warn_of_little_signal(plan: PrivacyPlan, args: Any, *, has_head: bool) -> No
         args: the training arguments.
         has_head: whether the model has a new head, which has to be learned from nothing.
     """
+    if method_of(args).estimator == ZEROTH_ORDER:
+        return  # another mechanism, whose signal is another number
     causes = [*_of_noise(plan), *(_of_rate(plan, args) if has_head else [])]
     if causes:
         logger.warning(
@@ -99,6 +103,6 @@ def _way_out(plan: PrivacyPlan, args: Any, *, has_head: bool) -> str:
         )
     head = f", `head_learning_rate={HEAD_RATE:g}`" if has_head else ""
     return (
-        f"At epsilon {epsilon:.3g}, `expected_batch_size={batch}` and `max_steps={num_steps}`{head} "
-        f"would have a signal of about {best:,.0f}; `hf-dpgrape suggest` tells why."
+        f"At epsilon {epsilon:.3g}, `expected_batch_size={batch}` and `max_steps={num_steps}`{head}"
+        f" would have a signal of about {best:,.0f}; `hf-dpgrape suggest` tells why."
     )

@@ -46,19 +46,23 @@ class SuggestedArguments:
         Raises:
             ValueError: the numbers allow no run.
         """
+        has_head, has_body = _parts_of(model, overrides.get("head_modules"))
         found = suggest(
             num_examples=num_examples,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             max_epochs=max_epochs,
-            has_head=model is None or bool(_head_of(model, overrides.get("head_modules"))),
+            has_head=has_head,
+            has_body=has_body,
         )
         own = {"target_epsilon": target_epsilon, "target_delta": target_delta}
         return cls(**{**found.arguments(), **own, **overrides})
 
 
-def _head_of(model: nn.Module, head_modules: list[str] | None) -> frozenset[str]:
-    """Names of the new head's tensors."""
-    if head_modules is None:
-        return newly_initialized(model)
-    return matching([name for name, _ in model.named_parameters()], head_modules)
+def _parts_of(model: nn.Module | None, head_modules: list[str] | None) -> tuple[bool, bool]:
+    """Whether a new head is trained, and whether anything else is."""
+    if model is None:
+        return True, True
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    head = newly_initialized(model) if head_modules is None else matching(names, head_modules)
+    return bool(head & names), bool(names - head)

@@ -85,6 +85,7 @@ def suggest(
     target_delta: float,
     max_epochs: float = DEFAULT_MAX_EPOCHS,
     has_head: bool = True,
+    has_body: bool = True,
     sizes: TrainedSizes | None = None,
 ) -> Suggestion:
     """Settings to start with. Nothing private is looked at, so they cost no epsilon.
@@ -95,6 +96,7 @@ def suggest(
         target_delta: delta.
         max_epochs: how often an example may be drawn on average, which is the computing.
         has_head: whether the model has a new head, as classifiers mostly have.
+        has_body: whether anything else is trained.
         sizes: floats of one example's gradient, for what is said about the noise.
 
     Raises:
@@ -120,14 +122,14 @@ def suggest(
         max_steps=num_steps,
         update_proj_gap=max(1, min(100, num_steps // 10)),
         head_learning_rate=HEAD_RATE if has_head else None,
-        head_clip_share=HEAD_CLIP_SHARE if has_head else None,
-        head_only_steps=int(HEAD_ONLY * num_steps) if has_head else 0,
+        head_clip_share=HEAD_CLIP_SHARE if has_head and has_body else None,
+        head_only_steps=int(HEAD_ONLY * num_steps) if has_head and has_body else 0,
         num_epochs=num_steps * batch / num_examples,
         noise_multiplier=plan.noise_multiplier,
         signal_to_noise=signal,
         reasons=(
             *_why_this_batch(plan, max_epochs),
-            *_why_these_rates(has_head),
+            *_why_these_rates(has_head, has_body),
             *_noise(plan, sizes),
         ),
         warnings=(*plan.warnings(), *_too_little(plan, signal)),
@@ -165,8 +167,8 @@ def _why_this_batch(plan: PrivacyPlan, max_epochs: float) -> tuple[str, ...]:
     )
     return (
         f"Large batches have less noise per weight at the same epsilon (arXiv 2204.13650): each "
-        f"step draws {plan.sampling_prob:.3g} of the examples, and the run {drawn:.3g} times all of "
-        f"them; {more}.",
+        f"step draws {plan.sampling_prob:.3g} of the examples, and the run {drawn:.3g} times all "
+        f"of them; {more}.",
         f"The noise on one weight's mean gradient is {noise_per_weight(plan):.2g} times the clip "
         f"norm; what all examples agree on is over the run at most {signal_of(plan):,.0f} times "
         "the noise.",
@@ -180,20 +182,18 @@ def noise_per_weight(plan: PrivacyPlan) -> float:
     return plan.noise_multiplier / plan.expected_batch_size
 
 
-def _why_these_rates(has_head: bool) -> tuple[str, ...]:
+def _why_these_rates(has_head: bool, has_body: bool) -> tuple[str, ...]:
     """Learning rates, and what is trained when."""
     body = (
         f"AdamW's step is mostly noise, of the size of its rate: {BODY_RATE:g} is what pretrained "
         "weights survive."
     )
-    if not has_head:
-        return (body,)
-    return (
-        body,
-        f"A new head starts from nothing: a rate of {HEAD_RATE:g}, alone at first, as the "
-        f"pretrained weights' gradients would crowd it out, then with {HEAD_CLIP_SHARE:g} of the "
-        "clip norm to itself.",
+    alone = (
+        ", alone at first, as the pretrained weights' gradients would crowd it out, then with "
+        f"{HEAD_CLIP_SHARE:g} of the clip norm to itself"
     )
+    head = f"A new head starts from nothing: a rate of {HEAD_RATE:g}{alone if has_body else ''}."
+    return (*([body] if has_body else []), *([head] if has_head else []))
 
 
 def _noise(plan: PrivacyPlan, sizes: TrainedSizes | None) -> tuple[str, ...]:

@@ -25,8 +25,9 @@ from hf_dpgrape.hf.dpmup import proxy_of
 from hf_dpgrape.hf.evaluating import EvaluatingPart
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
+from hf_dpgrape.hf.little_signal import warn_of_little_signal
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
-from hf_dpgrape.hf.planning import Planned, planned, refuse_other_arguments
+from hf_dpgrape.hf.planning import Planned, head_tensors, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.hf.resuming import already_spent, refuse_other_groups, resumed, run_facts
@@ -136,6 +137,9 @@ class DPGrapeMixin(EvaluatingPart):
         assert self._ledger is not None
         self._ledger.set_plan(plan)
         warn_of_exact_lengths(self.data_collator, self.model, self.args.length_grid)
+        if self.is_world_process_zero():
+            head = head_tensors(self.model, self.args.head_modules)
+            warn_of_little_signal(plan, self.args, has_head=bool(head))
         self._batches = LogicalBatches(**self._training_data())
         return planned_loader(self._batches, plan, self.args)
 

@@ -152,5 +152,5 @@ def best_batch(
 
 def _two_digits(number: int) -> int:
     """A number rounded down to two digits."""
-    unit = 10 ** max(0, len(str(number)) - 2)
-    return number // unit * unit
+    digits = str(number)
+    return int(digits[:2].ljust(len(digits), "0"))
