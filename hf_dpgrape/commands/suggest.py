@@ -110,9 +110,8 @@ def preset_of(found: Suggestion, arguments: argparse.Namespace) -> str:
     """A preset file: what was asked for, then the settings."""
     a = arguments
     lines = [
-        "# Suggested by `hf-dpgrape suggest` from public numbers; scripts take it as their first",
-        f"# argument. For {a.num_examples:,} examples: noise multiplier about "
-        f"{found.noise_multiplier:.3g}.",
+        "# By `hf-dpgrape suggest`; scripts take this file as their first argument.",
+        f"# For {a.num_examples:,} examples; noise multiplier about {found.noise_multiplier:.3g}.",
     ]
     values: dict[str, Any] = {
         "target_epsilon": a.target_epsilon,
