@@ -91,7 +91,7 @@ def _gaussian_mu(epsilon: float, delta: float) -> float:
         second = math.exp(epsilon + normal.logcdf(-epsilon / mu - mu / 2))
         return float(normal.cdf(-epsilon / mu + mu / 2)) - second - delta
 
-    return math.exp(scipy.optimize.brentq(excess, math.log(1e-6), math.log(1e6)))
+    return math.exp(scipy.optimize.brentq(excess, math.log(1e-15), math.log(1e6)))
 
 
 def best_batch(
