@@ -102,6 +102,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
         ("clip norm per example", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
         ("clip groups", _clip_groups(plan["clip_shares"])),
+        *_loss(record),
         *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
         ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
@@ -150,6 +151,19 @@ def _private_loss(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     share = plan["clip_shares"][LOSS]
     text = f"with the gradients, share {share:.4g} of the clip norm, clamped to {bound:g}"
     return [("training loss, released with noise", text)]
+
+
+def _loss(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was changed about an example's loss; nothing if it was the model's own."""
+    loss = record.get("loss", {})
+    weights, smoothing = loss.get("class_weights"), loss.get("label_smoothing_factor")
+    rows = []
+    if weights:
+        text = f"{_names([f'{w:g}' for w in weights])}; a count of training labels is not covered"
+        rows.append(("class weights, chosen by the user", text))
+    if smoothing:
+        rows.append(("label smoothing", f"{smoothing:g}"))
+    return rows
 
 
 def _owner(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -242,6 +256,15 @@ def _dpmup_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _of_one_class(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The last evaluations in which nearly all predictions were one class."""
+    found: Mapping[str, Any] = record.get("evaluations_of_one_class", {})
+    return [
+        (f"predictions ({prefix})", f"**at step {told['step']} the model {told['says']}**")
+        for prefix, told in found.items()
+    ]
+
+
 def _is_private(record: Mapping[str, Any]) -> bool:
     fixed = "NOT PRIVATE" in record["projection"]["randomness"]
     return record["epsilon"] is not None and not fixed
@@ -322,7 +345,7 @@ def render_card(
         tuning=tuning_facts(record),
         dpmup=_dpmup_facts(record),
         limits=[*_limits_of(record), *_LIMITS, *limits],
-        results=[(name, f"{value:.4g}") for name, value in metrics.items()],
+        results=[*((n, f"{v:.4g}") for n, v in metrics.items()), *_of_one_class(record)],
     )
     return card
 

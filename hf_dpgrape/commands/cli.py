@@ -13,6 +13,7 @@ from rich.console import Console
 from hf_dpgrape.commands.budget import add_parser as add_budget
 from hf_dpgrape.commands.check import add_parser as add_check
 from hf_dpgrape.commands.memory.command import add_parser as add_memory
+from hf_dpgrape.commands.suggest import add_parser as add_suggest
 from hf_dpgrape.commands.width.command import add_parsers as add_widths
 
 
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add_check(commands)
     add_memory(commands)
     _add_report(commands)
+    add_suggest(commands)
     add_widths(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object instead")

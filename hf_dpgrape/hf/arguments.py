@@ -21,10 +21,12 @@ from hf_dpgrape.hf.argument_checks import (
     refuse_unused_muon_rate,
 )
 from hf_dpgrape.hf.clip_shares import equal_shares, with_loss
+from hf_dpgrape.hf.loss_arguments import LossArguments
 from hf_dpgrape.hf.method_arguments import MethodArguments
 from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
 from hf_dpgrape.hf.record_arguments import RecordArguments
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
+from hf_dpgrape.hf.suggested_arguments import SuggestedArguments
 from hf_dpgrape.optim.table import OPTIMIZERS
 from hf_dpgrape.privacy.accounting import require_unit_size
 from hf_dpgrape.privacy.plan import (
@@ -39,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class DPGrapeTrainingArguments(MethodArguments, RecordArguments, TrainingArguments):
+class DPGrapeTrainingArguments(
+    MethodArguments, LossArguments, RecordArguments, SuggestedArguments, TrainingArguments
+):
     """Arguments of a private training run.
 
     All of `transformers.TrainingArguments` mean what they mean there, except that
@@ -302,6 +306,7 @@ class DPGrapeTrainingArguments(MethodArguments, RecordArguments, TrainingArgumen
         )
         require_unit_size(self.examples_per_unit)
         refuse_uneven_grid(self.length_grid)
+        self.cross_entropy()  # refuses impossible weights
         refuse_impossible_shares(
             self.head_clip_share, self.private_loss_share, self.private_loss_bound
         )

@@ -44,6 +44,7 @@ class Disclosure:
         eval_dataset: what it was given.
 
     Attributes:
+        is_on_training_set: whether the present evaluation is on the training set.
         raw_metrics_were_logged: whether anything was logged under `log_non_private_metrics`.
     """
 
@@ -54,7 +55,7 @@ class Disclosure:
         self._training_sets = (train_dataset, *same)
         self._private_losses: list[float] = []  # those since the last log
         self._present_evaluation: ExitStack | None = None
-        self._is_on_training_set = False
+        self.is_on_training_set = False
         self._was_warned_of_training_set = False
         self.raw_metrics_were_logged = False
         if not self._is_asked_for:  # memory tells how many examples were drawn
@@ -100,7 +101,7 @@ class Disclosure:
 
     def filter_(self, logs: dict[str, float], told_ledger: Callable[[], RunLedger] | None) -> None:
         """Leaves no raw loss that was not asked for, and adds epsilon and the noisy loss."""
-        if self._is_on_training_set:  # goes nowhere, see there
+        if self.is_on_training_set:  # goes nowhere, see there
             return
         is_training_log = any(name in logs for name in _RAW_LOGS)
         for name in [name for name in logs if _is_raw(name)]:
@@ -135,7 +136,7 @@ class Disclosure:
 
     def begin_evaluation(self, dataset: object) -> None:
         """Keeps the rest of the present evaluation, if there is one, apart where it has to be."""
-        stack, is_apart = self._present_evaluation, self._is_on_training_set
+        stack, is_apart = self._present_evaluation, self.is_on_training_set
         if stack is not None and not is_apart and self.is_training_set(dataset):
             stack.enter_context(self._kept_apart())
 
@@ -163,13 +164,13 @@ class Disclosure:
             trainer.optimizer,
             trainer.lr_scheduler,
         )
-        trainer.state.log_history, self._is_on_training_set = [], True
+        trainer.state.log_history, self.is_on_training_set = [], True
         try:
             yield
         finally:
             apart = trainer.state.log_history
             trainer.callback_handler, trainer.state.log_history = handler, history
-            self._is_on_training_set = False
+            self.is_on_training_set = False
         if self._is_asked_for:
             self.raw_metrics_were_logged = True
             for logs in apart:

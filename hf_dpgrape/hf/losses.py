@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dpgrape.hf.cross_entropy import PLAIN, CrossEntropy
 from hf_dpgrape.hf.own_loss import (
     LABELS,
     configs_of,
@@ -28,7 +29,9 @@ from hf_dpgrape.hf.task_losses import (
     labels_are_tokens,
     loss_of,
     seq2seq_lm,
+    task_name_of,
 )
+from hf_dpgrape.mechanism.checks import refuse
 from hf_dpgrape.mechanism.synthetic import IGNORED
 from hf_dpgrape.privacy.randomness import global_randomness_restored
 
@@ -50,14 +53,22 @@ class PerSampleLoss:
         head: the model that has the task head (the base model of a PEFT model).
         compute_loss_func: the user's own loss of one sample, `(outputs, labels)`; None for the
             head's.
+        class_weights: one per class; a weight multiplies the loss of a label, and nothing is
+            divided by a sum of weights.
+        label_smoothing: share of each label that is spread over all classes or tokens.
 
     Raises:
         ValueError: there is neither a `compute_loss_func`, nor a loss for the head, nor one of the
-            model's own.
+            model's own; or weights or smoothing do not fit it.
     """
 
     def __init__(
-        self, head: nn.Module, compute_loss_func: Callable[..., Tensor] | None = None
+        self,
+        head: nn.Module,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        *,
+        class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         # TRL puts a string in its place for some releases of transformers.
         self._by_row = RowByRow(compute_loss_func) if callable(compute_loss_func) else None
@@ -72,6 +83,8 @@ class PerSampleLoss:
         self._loss = loss
         self._head: Any = head
         self._configs = configs_of(head)
+        self._cross_entropy = CrossEntropy.of(class_weights, label_smoothing)
+        self._refuse_unfit()
 
     @property
     def labels_are_tokens(self) -> bool:
@@ -89,8 +102,30 @@ class PerSampleLoss:
             "returning the loss of the one sample that it is given"
         )
 
+    def _refuse_unfit(self) -> None:
+        """Refuses class weights and label smoothing where there is nothing to apply them to."""
+        if self._cross_entropy.is_plain:
+            return
+        if self._by_row is not None:
+            raise ValueError(
+                f"{self._cross_entropy.asked_for} would change nothing beside `compute_loss_func`, "
+                "which is the loss; leave it out, and weigh or smooth there."
+            )
+        self._cross_entropy.refuse_unfit(
+            task_name_of(self._head),
+            getattr(self._head, "config", None),
+            labels_are_tokens=self.labels_are_tokens,
+        )
+
     def take_own_(self) -> None:
-        """From now on the loss is the model's own, of one example at a time."""
+        """From now on the loss is the model's own, of one example at a time.
+
+        Raises:
+            ValueError: class weights or label smoothing are asked for, which that loss has not.
+        """
+        if not self._cross_entropy.is_plain:
+            why = f"{self._cross_entropy.asked_for} cannot be applied to a loss of the model's own"
+            refuse(self._head, {"": why}, "Leave it out, or pass `compute_loss_func`")
         self._is_own = self._by_row is None
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -107,7 +142,7 @@ class PerSampleLoss:
         if self._is_own:
             return own_loss_of_one(self._head, model, inputs)
         if self._by_row is None:
-            return self._by_task(self._loss, model, inputs)
+            return self._by_task(self._loss, model, inputs, self._cross_entropy)
         features, labels = _parted(inputs)
         outputs = model(**self._forward_inputs(self._loss, features, labels))
         one = list(labels) == ["labels"]
@@ -115,7 +150,11 @@ class PerSampleLoss:
         return self._by_row(outputs, target, _num_rows({**labels, **features})), outputs
 
     def _by_task(
-        self, loss: Loss | None, model: nn.Module, inputs: Mapping[str, Any]
+        self,
+        loss: Loss | None,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        cross_entropy: CrossEntropy = PLAIN,
     ) -> tuple[Tensor, Any]:
         """The losses by one of the task's candidates."""
         features, labels = _parted(inputs)
@@ -130,7 +169,7 @@ class PerSampleLoss:
         if loss in BY_POSITION:
             labels = _behind_virtual_tokens(model, outputs.logits, labels)
         assert loss is not None
-        return loss(outputs, labels, self._head.config), outputs
+        return loss(outputs, labels, self._head.config, cross_entropy), outputs
 
     def _forward_inputs(
         self, loss: Loss | None, features: dict[str, Any], labels: Mapping[str, Tensor]
@@ -146,6 +185,7 @@ class PerSampleLoss:
     def settle(self, model: nn.Module, inputs: Mapping[str, Any]) -> str:
         """Chooses the candidate that is the model's own loss, by one synthetic example.
 
+        What is compared is before class weights and label smoothing, which models do not have.
         The model runs in the mode that it is in, every time from the same random state. Where it
         has no loss of its own to compare with (it returns none, or fails), the likeliest stays.
 

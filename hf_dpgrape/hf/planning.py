@@ -14,8 +14,7 @@ from transformers.trainer_utils import has_length
 from hf_dpgrape.gradients.recording import BATCHED
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import WidthTransfer, resolve
-from hf_dpgrape.hf.losses import PerSampleLoss
-from hf_dpgrape.hf.task_losses import head_of
+from hf_dpgrape.hf.trainers_losses import losses_of
 from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.mechanism.tensors import matching, newly_initialized, require_matches
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
@@ -55,7 +54,7 @@ def planned(
     """
     num_examples = length_of(train_dataset)
     refuse_in_any_capture(model)
-    loss = PerSampleLoss(head_of(model), compute_loss_func)
+    loss = losses_of(args, model, compute_loss_func)
     if args.capture == BATCHED:
         checked_sites(model)
         refuse(model, {"": loss.why_single} if loss.why_single else {})

@@ -89,11 +89,6 @@ def _mechanism_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
             "a retry would spend privacy twice; lower `per_device_train_batch_size`, which "
             "leaves the result unchanged",
         ),
-        "label_smoothing_factor": (
-            args.label_smoothing_factor != 0,
-            "the Trainer's label smoothing averages over the batch; pass "
-            "`compute_loss_func` with a smoothed per-sample loss",
-        ),
         "neftune_noise_alpha": (
             args.neftune_noise_alpha is not None,
             "its noise is scaled by the padded length, which depends on other examples",

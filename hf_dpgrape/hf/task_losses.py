@@ -2,7 +2,8 @@
 
 Loss i equals `model(**sample_i).loss`, the model's own loss of that sample alone: it is normalized
 inside the sample, by its own number of labels, and never by anything of its neighbors (so
-`num_items_in_batch` has no place here). A sample without any label has loss 0.
+`num_items_in_batch` has no place here). A sample without any label has loss 0. Where another
+`CrossEntropy` than the models' own is asked for, it stands in the place of theirs.
 
 Shapes: B samples, T positions, V words.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto as auto
 
+from hf_dpgrape.hf.cross_entropy import PLAIN, CrossEntropy, refused_for
 from hf_dpgrape.mechanism.synthetic import IGNORED
 
 #: Tasks whose labels are tokens.
@@ -30,14 +32,12 @@ _TOKEN_TASKS = frozenset(
     }
 )
 
-Loss = Callable[[Any, Mapping[str, Tensor], Any], Tensor]
+Loss = Callable[[Any, Mapping[str, Tensor], Any, CrossEntropy], Tensor]
 
 
-def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
+def _mean_over_labels(logits: Tensor, labels: Tensor, cross_entropy: CrossEntropy) -> Tensor:
     """Mean cross entropy over a sample's own labels: logits (B, T, V), labels (B, T) -> (B,)."""
-    losses = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
-    )
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten())
     return losses.view_as(labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
@@ -56,23 +56,29 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
-def causal_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+def causal_lm(
+    outputs: Any, labels: Mapping[str, Tensor], config: Any, cross_entropy: CrossEntropy = PLAIN
+) -> Tensor:
     """Next-token prediction: logits at t against the label at t + 1."""
     logits = _at_least_float32(outputs.logits)
     # The labels are shifted, not the logits: a slice of those would be a copy.
     following = F.pad(_checked(labels["labels"], logits)[:, 1:], (0, 1), value=IGNORED)
-    return _mean_over_labels(logits, following)
+    return _mean_over_labels(logits, following, cross_entropy)
 
 
-def token_level(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+def token_level(
+    outputs: Any, labels: Mapping[str, Tensor], config: Any, cross_entropy: CrossEntropy = PLAIN
+) -> Tensor:
     """One label per position: masked LM, token classification."""
     logits = _at_least_float32(outputs.logits)
-    return _mean_over_labels(logits, _checked(labels["labels"], logits))
+    return _mean_over_labels(logits, _checked(labels["labels"], logits), cross_entropy)
 
 
-def seq2seq_lm(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+def seq2seq_lm(
+    outputs: Any, labels: Mapping[str, Tensor], config: Any, cross_entropy: CrossEntropy = PLAIN
+) -> Tensor:
     """The decoder's next tokens: its inputs are the labels shifted, so positions agree."""
-    return token_level(outputs, labels, config)
+    return token_level(outputs, labels, config, cross_entropy)
 
 
 def decoder_inputs(head: Any, labels: Tensor) -> Tensor:
@@ -84,7 +90,9 @@ def decoder_inputs(head: Any, labels: Tensor) -> Tensor:
     return shifted.masked_fill(shifted == IGNORED, head.config.pad_token_id)
 
 
-def sequence_classification(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+def sequence_classification(
+    outputs: Any, labels: Mapping[str, Tensor], config: Any, cross_entropy: CrossEntropy = PLAIN
+) -> Tensor:
     """One label, one number or several yes/no labels per sample, by `config.problem_type`."""
     logits, target = _at_least_float32(outputs.logits), labels["labels"]
     problem = config.problem_type
@@ -92,18 +100,24 @@ def sequence_classification(outputs: Any, labels: Mapping[str, Tensor], config: 
         integral = target.dtype in (torch.long, torch.int)
         single = "single_label_classification" if integral else "multi_label_classification"
         problem = "regression" if config.num_labels == 1 else single
+    if problem == "single_label_classification":
+        return cross_entropy(logits, target.view(-1))
+    if not cross_entropy.is_plain:
+        raise refused_for(cross_entropy, f"labels for {problem}")
     if problem == "regression":
         return F.mse_loss(
             logits.flatten(1), target.to(logits.dtype).view(len(logits), -1), reduction="none"
         ).mean(1)
-    if problem == "single_label_classification":
-        return F.cross_entropy(logits, target.view(-1), reduction="none", ignore_index=IGNORED)
     target = target.to(logits.dtype)
     return F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)
 
 
-def question_answering(outputs: Any, labels: Mapping[str, Tensor], config: Any) -> Tensor:
+def question_answering(
+    outputs: Any, labels: Mapping[str, Tensor], config: Any, cross_entropy: CrossEntropy = PLAIN
+) -> Tensor:
     """Mean of the losses of an answer's start and end; positions outside the input are ignored."""
+    if not cross_entropy.is_plain:
+        raise refused_for(cross_entropy, "positions of answers")
     total: Any = 0.0
     for side in ("start", "end"):
         logits = _at_least_float32(outputs[f"{side}_logits"])

@@ -87,7 +87,7 @@ class TrainedRun:
             raw_metrics_were_logged=logs_are_raw,
             dpmup=None if width is None else width.record(ledger.plan.noise_multiplier),
         )
-        return with_earlier_part(present, earlier)
+        return with_earlier_part({**present, **args.loss_record()}, earlier)
 
 
 def trained_run(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpgrape.artifacts.record import write_record
@@ -20,19 +22,21 @@ from hf_dpgrape.hf.callbacks import show_epsilon
 from hf_dpgrape.hf.choices import Choices, TellsEndsOfEpochs, search_arguments
 from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.dpmup import proxy_of
+from hf_dpgrape.hf.evaluating import Evaluations, one_by_one
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
-from hf_dpgrape.hf.left_out import LeavesOut
+from hf_dpgrape.hf.little_signal import warn_of_little_signal
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
 from hf_dpgrape.hf.own_loss import named_outputs
 from hf_dpgrape.hf.pairs import SyntheticPairs, pair_loss_of
-from hf_dpgrape.hf.planning import Planned, planned, refuse_other_arguments
+from hf_dpgrape.hf.planning import Planned, head_tensors, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.hf.resuming import already_spent, refuse_other_groups, resumed, run_facts
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
-from hf_dpgrape.hf.trainers_losses import evaluation_loss, trainers_losses
+from hf_dpgrape.hf.trainer_part import TrainerPart
+from hf_dpgrape.hf.trainers_losses import evaluation_loss, has_own_evaluation, trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
@@ -45,7 +49,7 @@ from hf_dpgrape.privacy.randomness import secret_global_randomness
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(LeavesOut):
+class DPGrapeMixin(TrainerPart):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -81,6 +85,7 @@ class DPGrapeMixin(LeavesOut):
         refuse_other_arguments(self.args)
         self._publisher = Publisher(self)
         self._disclosure = Disclosure(self, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        self._evaluations = Evaluations(self, self._disclosure)
         self._source = secret_source(self.args)
         self._given_optimizer = GivenOptimizer(self, self.args)
         if self.args.bf16_weights:
@@ -120,12 +125,25 @@ class DPGrapeMixin(LeavesOut):
         """
         return proxy_of(self.model, base_model)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Keeps accelerate from wrapping the model in DistributedDataParallel.
+
+        Its buckets would be as large as the full gradients, and wait for some that never come; the
+        private step reduces the small projected sums instead.
+        """
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
+
     def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
         """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
         assert self._ledger is not None
         self._ledger.set_plan(plan)
         warn_of_exact_lengths(self.data_collator, self.model, self.args.length_grid)
+        if self.is_world_process_zero():
+            head = head_tensors(self.model, self.args.head_modules)
+            warn_of_little_signal(plan, self.args, has_head=bool(head))
         self._batches = LogicalBatches(**self._training_data())
         return planned_loader(self._batches, plan, self.args)
 
@@ -180,6 +198,7 @@ class DPGrapeMixin(LeavesOut):
         if self.private_training is not None:  # the optimizer belongs to the run before
             self._given_optimizer.drop_()
         self._disclosure.begin_run(is_search=self.hp_search_backend is not None)
+        self._evaluations.begin_run()
         self.control.should_training_stop = self.control.should_epoch_stop = False
         self._choices().warn_of_validation()
         logger.info(
@@ -213,6 +232,18 @@ class DPGrapeMixin(LeavesOut):
         assert self.private_training is not None
         return float(nn.utils.get_total_norm(self.private_training.gradients()))
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected batch size, for the Trainer's messages."""
+        assert self.args.expected_batch_size is not None
+        return self.args.expected_batch_size
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0: the number of tokens drawn, which a count would reveal, is secret."""
+        return 0
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> None:
+        """None: a count over the batch must not reach any sample's loss."""
+
     # ---- Logs and evaluation ---------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -229,12 +260,8 @@ class DPGrapeMixin(LeavesOut):
     ) -> dict[str, float]:
         """As `Trainer.evaluate`; metrics on the training set are returned, but not logged."""
         if isinstance(eval_dataset, dict):  # one by one, before a trainer prepares them
-            parts = (
-                self.evaluate(data, ignore_keys, f"{metric_key_prefix}_{name}", **kwargs)
-                for name, data in eval_dataset.items()
-            )
-            return {name: value for part in parts for name, value in part.items()}
-        with self._disclosure.evaluation(eval_dataset):
+            return one_by_one(self.evaluate, eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        with self._disclosure.evaluation(eval_dataset), self._evaluations.of(metric_key_prefix):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def compute_loss(
@@ -244,10 +271,15 @@ class DPGrapeMixin(LeavesOut):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The loss of an evaluation: with `compute_loss_func`, the mean of the examples' own."""
-        if not callable(self.compute_loss_func):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = evaluation_loss(self, model, inputs)
+        """The loss of an evaluation: the mean of the examples' own if it is not the model's."""
+        labels = inputs.get("labels")
+        if has_own_evaluation(self):
+            loss, outputs = evaluation_loss(self, model, inputs)
+        elif return_outputs:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        else:  # TRL asks for none, and warns who does
+            return super().compute_loss(model, inputs, False, num_items_in_batch)
+        self._evaluations.count(model, outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -336,14 +368,24 @@ class DPGrapeMixin(LeavesOut):
             refuse_other_groups(self._recorded, self.private_training)
         super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
+        os.makedirs(output_dir, exist_ok=True)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Loads nothing: a resumed run draws fresh secret randomness."""
+
     # ---- Files ----------------------------------------------------------------------------
 
     def privacy_record(self) -> dict[str, Any]:
         """What `privacy.json` says about the model as it is now."""
         assert self._run is not None
-        return self._run.record(
+        record = self._run.record(
             self._told_ledger(), self.args, self._choices(), self._disclosure, self._recorded
         )
+        found = self._evaluations.record()
+        told = {"evaluations_of_one_class": found} if found else {}
+        return {**record, **told}
 
     def save_privacy_record(self, folder: str | Path) -> None:
         """Writes `privacy.json` beside weights that the model itself has saved there.

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
+from hf_dpgrape.hf.loss_arguments import LossArguments
 from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.hf.pairs import PairLosses, pair_loss_of
 from hf_dpgrape.hf.task_losses import head_of
@@ -55,7 +56,31 @@ class TrainersLosses:
 
 def own_losses(trainer: Trainer) -> PerSampleLoss:
     """The losses of a trainer's model, or those of its `compute_loss_func`."""
-    return PerSampleLoss(head_of(_model_of(trainer)), trainer.compute_loss_func)
+    return losses_of(trainer.args, _model_of(trainer), trainer.compute_loss_func)
+
+
+def losses_of(
+    args: TrainingArguments, model: nn.Module, compute_loss_func: Callable[..., Tensor] | None
+) -> PerSampleLoss:
+    """The losses that the arguments ask for.
+
+    Raises:
+        ValueError: as `PerSampleLoss`.
+    """
+    weights = args.class_weights if isinstance(args, LossArguments) else None
+    return PerSampleLoss(
+        head_of(model),
+        compute_loss_func,
+        class_weights=weights,
+        label_smoothing=args.label_smoothing_factor,
+    )
+
+
+def has_own_evaluation(trainer: Trainer) -> bool:
+    """Whether the loss of an evaluation is another one than the model's own."""
+    args = trainer.args
+    is_plain = not isinstance(args, LossArguments) or args.cross_entropy().is_plain
+    return callable(trainer.compute_loss_func) or not is_plain
 
 
 def trainers_losses(trainer: Trainer) -> TrainersLosses | PairLosses:
@@ -73,7 +98,7 @@ def evaluation_loss(
     """The mean of the examples' own losses, and the outputs as the Trainer has them.
 
     Args:
-        trainer: which has a `compute_loss_func`.
+        trainer: whose loss is another one than the model's own.
         model: the model.
         inputs: of a batch.
     """

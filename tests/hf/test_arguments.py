@@ -38,7 +38,6 @@ def make(tmp_path: Path) -> Any:
         ("train_sampling_strategy", "sequential", "the accounting needs Poisson sampling"),
         ("dataloader_drop_last", True, "no incomplete batch to drop"),
         ("auto_find_batch_size", True, "a retry would spend privacy twice"),
-        ("label_smoothing_factor", 0.1, "averages over the batch"),
         ("neftune_noise_alpha", 5.0, "depends on other examples"),
         ("torch_compile", True, "need eager mode"),
         ("use_liger_kernel", True, "fused kernels hide the layers"),

@@ -1,6 +1,6 @@
 """Training runs: what the Trainer's options mean, and what a run leaves behind.
 
-Covers: hf/trainer.py, hf/planning.py, hf/trained_run.py, hf/trainer_part.py, hf/left_out.py.
+Covers: hf/trainer.py, hf/planning.py, hf/trained_run.py, hf/trainer_part.py.
 """
 
 from __future__ import annotations
