@@ -4,6 +4,7 @@ Both kinds of step run in turn in one process, so that a drifting machine speed 
 the ratio of their CPU times is taken pair by pair, and the median reported.
 
     python benchmarks/step_time.py --shape roberta-base
+    python benchmarks/step_time.py --shape mixtral-small --batch_size 8 --capture single
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--length", type=int, default=128, help="tokens per example")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--capture", choices=("batched", "single"), default="batched")
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
 
     private_model, ordinary_model = make_model(options.shape), make_model(options.shape)
     inputs = make_inputs(private_model, options.batch_size, options.length)
-    private = private_training_step(private_model, inputs, rank=options.rank)
+    private = private_training_step(
+        private_model, inputs, rank=options.rank, capture=options.capture
+    )
     ordinary = ordinary_training_step(ordinary_model, inputs)
     private(), ordinary()  # warm-up: optimizer state, allocator
     pairs = [(cpu_seconds(private), cpu_seconds(ordinary)) for _ in range(options.pairs)]
@@ -58,6 +62,7 @@ def main() -> None:
         "batch_size": options.batch_size,
         "length": options.length,
         "rank": options.rank,
+        "capture": options.capture,
         "private_cpu_seconds": statistics.median(a for a, _ in pairs),
         "ordinary_cpu_seconds": statistics.median(b for _, b in pairs),
         "ratio": statistics.median(ratios),

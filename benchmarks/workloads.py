@@ -28,6 +28,14 @@ class Shape:
 
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _OPT = {"vocab_size": 50272, "max_position_embeddings": 2048}
+_MOE = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 
 SHAPES = {
     "roberta-base": Shape("roberta", AutoClassifier, _ROBERTA),
@@ -40,6 +48,18 @@ SHAPES = {
             "num_hidden_layers": 24,
             "num_attention_heads": 16,
             "intermediate_size": 4096,
+        },
+    ),
+    "roberta-tiny": Shape(
+        "roberta",
+        AutoClassifier,
+        {
+            "vocab_size": 100,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "max_position_embeddings": 40,
         },
     ),
     "gpt2": Shape("gpt2", AutoModelForCausalLM, {}),
@@ -67,6 +87,18 @@ SHAPES = {
             "word_embed_proj_dim": 2048,
         },
     ),
+    "opt-2.7b": Shape(
+        "opt",
+        AutoModelForCausalLM,
+        {
+            **_OPT,
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "ffn_dim": 10240,
+            "word_embed_proj_dim": 2560,
+        },
+    ),
     "opt-6.7b": Shape(
         "opt",
         AutoModelForCausalLM,
@@ -80,6 +112,19 @@ SHAPES = {
         },
     ),
     "vit-base": Shape("vit", AutoModelForImageClassification, {}),
+    # Layers of published proportions (experts, of which two and eight take a token), but fewer.
+    "mixtral-small": Shape("mixtral", AutoModelForCausalLM, {**_MOE, "num_local_experts": 8}),
+    "qwen3-moe-small": Shape(
+        "qwen3_moe",
+        AutoModelForCausalLM,
+        {
+            **_MOE,
+            "num_experts": 32,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 192,
+            "head_dim": 32,
+        },
+    ),
 }
 
 
@@ -105,9 +150,17 @@ def make_inputs(model: Any, batch_size: int, length: int) -> dict[str, Tensor]:
 
 
 def private_training_step(
-    model: nn.Module, inputs: dict[str, Tensor], *, rank: int, lr: float = 1e-5
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    *,
+    rank: int,
+    lr: float = 1e-5,
+    capture: str = "batched",
 ) -> Callable[[], None]:
-    """One whole private step on this batch as a single physical one, AdamW in the subspace."""
+    """One whole private step on this batch, AdamW in the subspace.
+
+    The batch is a single physical one, or as many as it has examples with `capture="single"`.
+    """
     size = len(inputs["labels"])
     plan = PrivacyPlan(
         num_examples=1000,
@@ -124,14 +177,19 @@ def private_training_step(
         PerSampleLoss(model),
         examples=range(plan.num_examples),
         collate=lambda _: make_inputs(model, 1, 8),
-        capture="batched",
+        capture=capture,
         rank=rank,
         head=frozenset(),
         seed=0,
     )
 
+    batch = [PhysicalBatch(size, inputs)]
+    if capture == "single":
+        rows = ({k: v[i : i + 1] for k, v in inputs.items()} for i in range(size))
+        batch = [PhysicalBatch(1, row) for row in rows]
+
     def run() -> None:
-        training.step([PhysicalBatch(size, inputs)])
+        training.step(batch)
 
     return run
 

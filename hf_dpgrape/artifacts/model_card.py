@@ -106,6 +106,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
         ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
+        ("processes", str(record.get("num_processes", _NOT_STATED))),
         ("projection", _projection(record)),
         *_capture(record["projection"]),
         ("randomness of noise and sampling", record["projection"]["randomness"]),

@@ -35,6 +35,7 @@ def privacy_record(
     optimizer: Mapping[str, Any] | None = None,
     example_unit: str = "one row of the training set",
     examples_per_unit: int = 1,
+    num_processes: int = 1,
     tuning: Mapping[str, Any] | None = None,
     raw_metrics_were_logged: bool = False,
     dpmup: Mapping[str, Any] | None = None,
@@ -54,6 +55,7 @@ def privacy_record(
         optimizer: what the optimizer's state depends on beside the projection.
         example_unit: what one example is, in words.
         examples_per_unit: most examples that one owner has; above 1 their epsilon is told, too.
+        num_processes: how many processes trained together.
         tuning: other runs, and choices by validation data.
         raw_metrics_were_logged: whether anything was logged under `log_non_private_metrics`.
         dpmup: what was transferred from a narrow model, if anything.
@@ -74,6 +76,7 @@ def privacy_record(
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
         **({"method": dict(method)} if method else {}),
+        "num_processes": num_processes,
         "projection": dict(projection),
         "optimizer": dict(optimizer or {}),
         "tuning": dict(tuning or {}),

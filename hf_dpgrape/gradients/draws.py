@@ -118,10 +118,12 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args, kwargs
         ):
             return func(*args, **kwargs)
+        # Ordinals, not names: a module may draw several times, and each draw is tried alone.
         what = self._extremes.get(len(self.seen), self._replacement)
         is_own = _argument(func, args, kwargs, "generator") is not None
         if is_own:  # not replaced: it may be anything, as a projection's matrix
             what = "nothing"
+        # A fused kernel's mask cannot be replaced by its mean, but switched off, which is the same.
         if what != "nothing":
             args, kwargs = _without_dropout(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -209,6 +211,7 @@ def shared_draws(model: nn.Module, run: Callable[[int], Tensor]) -> dict[str, st
         run: passes that many samples of one shape forward (and backward); returns numbers that
             change when what the model computes does.
     """
+    # As with layouts: what is drawn for each sample grows with their number, 2 : 3.
     views = []
     for num_samples in (2, 3):
         with Draws(model).named() as draws:

@@ -114,6 +114,7 @@ class Scatter:
         batch, _, width = self.values.shape
         values = _wide(self.values)
         out = values.new_zeros(batch * self.num_rows, width)
+        # All samples in one table, each with rows of its own, so that one `index_add_` does.
         start = torch.arange(batch, device=self.ids.device)[:, None] * self.num_rows
         out.index_add_(0, (self.ids + start).flatten(), values.flatten(0, 1))
         return Dense(out.view(batch, self.num_rows, width))
@@ -164,6 +165,7 @@ def _factor_inner(a: Outer | Scatter, b: Outer | Scatter) -> Tensor:
 
 def _bound_of_factors(parts: Sequence[Outer | Scatter], like: Tensor) -> Tensor:
     """Bounds (B,) on what the total of some parts adds to a sum, over the weight."""
+    # |sum of parts|^2 has all cross terms: a tied tensor's uses may cancel, or add up.
     total, sizes = torch.zeros((), dtype=torch.float64, device=like.device), parts[0].sizes()
     for i, a in enumerate(parts):
         sizes = sizes if i == 0 else sizes + a.sizes()
@@ -231,6 +233,7 @@ class PerSampleGradients:
         if not (held_dense or wants_dense or isinstance(part, Dense)):
             parts.append(part)
             return
+        # One dense part makes all dense: cross terms of factors with it need the product anyway.
         total = part.dense().values
         for held in parts:
             total = held.dense().values.add_(total)
@@ -288,6 +291,7 @@ class PerSampleGradients:
         Samples whose weight is exactly 0 are left out, so that a non-finite gradient (which gets
         weight 0) cannot turn the sum into NaN.
         """
+        # Left out, not multiplied by 0, which keeps infinity and NaN.
         keep = weights != 0
         with full_float32(out.device):
             for part in self._parts.get(name, []):

@@ -33,6 +33,7 @@ class _Lookups(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Intercepts lookups in the captured weight; everything else passes."""
+        # By identity: a subclass may look up other tables, whose gradients are not asked for.
         out = func(*args, **(kwargs or {}))
         if func is F.embedding and args[1] is self.weight:
             if out.shape[0] == 1:
@@ -134,6 +135,7 @@ class GenericRule:
             if batched
         ]
         grad = grad.reshape(call.batch_size, -1, *grad.shape[1:])
+        # Full gradients of a few samples at a time: memory is that of a chunk, not of the batch.
         size = max(1, _CHUNK_ELEMENTS // max(p.numel() for p in params.values()))
         chunks: dict[str, list[Tensor]] = {name: [] for name in params}
         for start in range(0, call.batch_size, size):

@@ -31,6 +31,8 @@ def own_tensors_detached(site: Site) -> Iterator[None]:
             owner._parameters[local] = original
 
     if site.method == "forward":
+        # Before other hooks, which may read the tensors (as weight normalization), and restored
+        # even if the call fails: then the parameters themselves must be back.
         before = site.module.register_forward_pre_hook(lambda *_: detach(), prepend=True)
         after = site.module.register_forward_hook(lambda *_: restore(), always_call=True)
         try:
@@ -68,6 +70,7 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Exactly zero, without a tolerance: no kernel adds up numbers of samples that do not meet.
         rows = ctx.rows
         if bool(grad[: rows.start].any()) or bool(grad[rows.stop :].any()):
             ctx.note()
@@ -112,6 +115,7 @@ def watched_rows(
                 return watch(with_batch(out, lay, size), rows_of(lay), site.key)
 
             stack.enter_context(intercepted(site, on_output))
+        # Leaves without trained tensors too: activations, poolings and losses can mix samples.
         for name, module in model.named_modules():
             if name not in taken and not any(True for _ in module.children()):
                 leaf = Site(name, module)

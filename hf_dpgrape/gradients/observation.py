@@ -44,6 +44,7 @@ def _rows(two: int, three: int) -> int | None:
     """Rows per sample of a dimension that has these sizes for 2 and 3 samples; None if neither."""
     if two == three:
         return 0
+    # Two samples have 2 k rows and three have 3 k; anything else does not follow the samples.
     return two // 2 if two % 2 == 0 and three == two // 2 * 3 else None
 
 
@@ -83,6 +84,7 @@ def _layout(pair: _Seen, other: _Seen, triple: _Seen) -> Layout:
     output = _rows(pair.output[0], triple.output[0])
     if output is None or None in inputs:
         return Layout(problem="the number of rows it sees is not a multiple of the batch size")
+    # A table made once has a first dimension of 1, which can be expanded; another size is its own.
     if output == 0 and pair.output[0] != 1:
         return Layout(problem=f"its output {tuple(pair.output)} has no batch dimension in front")
     return Layout(inputs=tuple(i or 0 for i in inputs), output=output)
@@ -108,6 +110,8 @@ def observe_layouts(model: nn.Module, sites: Sequence[Site], forward: Forward) -
         forward: runs the model on some of three examples.
     """
     watched = {site.key: site for site in sites if site.rule is not None}
+    # A layer that works on a table sees no sample. How many rows each sample has at this place in
+    # the model, which its expanded output then needs, is seen at the module around it.
     parents = {
         site.key: Site(name, model.get_submodule(name))
         for site in watched.values()
@@ -125,6 +129,7 @@ def _observed(
     forward: Forward,
 ) -> dict[str, Layout]:
     """Layouts where the model is deterministic."""
+    # The second pair differs from the first in what its examples hold, and in nothing else.
     runs = [_observe(all_watched, forward, samples) for samples in ([0, 1], [0, 2], [0, 1, 2])]
     layouts: dict[str, Layout] = {}
     for key in watched:
@@ -185,6 +190,7 @@ def _bare_problem(site: Site, forward: Forward) -> str:
     was and the second's must become what it is when the tensor itself is shifted.
     """
     own = {local: site.module.get_parameter(local).detach() for local in site.tensors}
+    # By 1, not by little: what is compared are losses, with a tolerance.
     shifted = {local: value + 1 for local, value in own.items()}
     with torch.no_grad():
         plain = forward([0, 1])

@@ -50,11 +50,13 @@ class _Tap(torch.autograd.Function):
         saved = ctx.saved_tensors
         if call.batch_size == 0:  # nobody's gradient
             return grad, None, None, *(None for _ in saved)
+        # Layers below get the whole gradient; only the rule's copy is cut into samples.
         own = grad
         if call.broadcast > 1:
             own = grad.reshape(call.batch_size, call.broadcast, *grad.shape[1:]).sum(1)
         for local, part in site.rule.gradients(call, saved, own):
             gradients.add(site.tensors[local], part)
+        # Also for a tensor that the rule gave nothing: its group waits for every use.
         for local in call.slots:
             gradients.use_is_done(site.tensors[local])
         return grad, None, None, *(None for _ in saved)
@@ -138,6 +140,7 @@ class Recorder:
                         tap = self._tap(site, tensors, gradients, anchors, layouts)
                         stack.enter_context(intercepted(site, tap))
                 yield gradients
+                # Leaves collect over all uses, so a bare tensor is known after the block alone.
                 for name, leaf in leaves:
                     if leaf.grad is not None:
                         grad = leaf.grad.reshape(batch_size, *self._projectors[name].full_shape)
@@ -165,7 +168,7 @@ class Recorder:
         """What is done to the outputs of one site."""
 
         def tap(args: Any, kwargs: Any, output: Any) -> Any:
-            if _in_functorch():
+            if _in_functorch():  # the rule itself runs the layer again, and would tap its own call
                 return output
             leaves, spec = pytree.tree_flatten((args, kwargs))
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -186,6 +189,7 @@ class Recorder:
                 spec=spec,
                 autocast_dtype=torch.get_autocast_dtype(device) if autocast else None,
             )
+            # Detached: what is saved must not keep the graph of the layers before alive.
             with torch.no_grad():
                 saved = site.rule.save(call, [tensor.detach() for tensor in inputs])
             if output.device not in anchors:
@@ -268,6 +272,7 @@ def unmoved_buffers(model: nn.Module) -> Iterator[None]:
     def states() -> dict[str, tuple[int, int]]:
         return {n: (id(b), b._version) for n, b in model.named_buffers() if not b.is_inference()}
 
+    # Not in a `finally`: after an error in the block there is nothing left to protect.
     before = states()
     yield
     after = states()
@@ -330,6 +335,8 @@ def expanded(
         for local, original in originals.items():
             own = original.detach()
             each = own.expand(batch_size, *own.shape) if values is None else values[local]
+            # Some modules read such a tensor as a table with rows, others scale activations by it:
+            # the samples go in front of the rows, or in front of the positions.
             if site.scale_dims is None:
                 leaf = each.flatten(0, 1).requires_grad_()
             else:

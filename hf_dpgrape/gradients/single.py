@@ -140,6 +140,7 @@ def _taken(
 ) -> Iterator[None]:
     """Hands each tensor's projected gradient on when backward completes it, and frees it."""
 
+    # Called once all uses of a tensor in this backward pass are summed up by autograd.
     def on_complete(name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None

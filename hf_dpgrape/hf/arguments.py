@@ -268,8 +268,8 @@ class DPGrapeTrainingArguments(
                 self.expected_batch_size,
             )
             self.gradient_accumulation_steps = 1
-        # Sampling is random anew at every step: there is nothing to skip in a resumed run.
-        self.ignore_data_skip = True
+        # A resumed epoch goes on where it was. What it skips are draws of which nothing was used.
+        self.ignore_data_skip = False
 
     def check(self) -> None:
         """Refuses what would break the guarantee; again before each run, as arguments can change.

@@ -44,6 +44,7 @@ class Choices:
         args: the trainer's arguments.
         callbacks: the trainer's callbacks.
         is_search: whether a search of hyperparameters is on.
+        has_searched: whether there was one, whose outcome the present run may have.
         ledger: of the trainer's runs; None without a training set.
     """
 
@@ -53,9 +54,11 @@ class Choices:
         callbacks: Sequence[TrainerCallback],
         *,
         is_search: bool,
+        has_searched: bool = False,
         ledger: RunLedger | None,
     ) -> None:
         self._args = args
+        self._has_searched = has_searched or is_search
         self._is_search = is_search
         self._ledger = ledger
         self._stops_early = any(isinstance(c, EarlyStoppingCallback) for c in callbacks)
@@ -95,7 +98,7 @@ class Choices:
             "the best checkpoint": self._keeps_the_best(),
             "when to stop": self._stops_early,
             "the learning rate": self._args.lr_scheduler_type == "reduce_lr_on_plateau",
-            "the hyperparameters": self._is_search or self._num_runs() > 1,
+            "the hyperparameters": self._has_searched,
         }
         return [name for name, is_made in choices.items() if is_made]
 

@@ -160,7 +160,8 @@ def width_transfer(
         target_modules: which tensors are projected; None for all but the head.
 
     Raises:
-        ValueError: the models have no layer in common, or there is no rule for the optimizer.
+        ValueError: the models have no layer in common, the proxy is the wider one, or there is no
+            rule for the optimizer.
     """
     kind = optimizer_kind(optim)
     head = newly_initialized(model) if head is None else head
@@ -187,6 +188,7 @@ def width_transfer(
         {name: layer.shape for name, layer in target.items()},
         optimizer=kind,
     )
+    _refuse_wider_proxy(narrow, target, rules)
     return WidthTransfer(
         base_model=base_model,
         layers=target,
@@ -194,6 +196,23 @@ def width_transfer(
         optimizer=kind,
         conventions=tuple(_conventions(model, proxy, target, narrow, kind)),
     )
+
+
+def _refuse_wider_proxy(
+    narrow: Mapping[str, Layer], target: Mapping[str, Layer], rules: Transfer
+) -> None:
+    """Refuses a proxy that would be tuned under less noise than the model that it stands for."""
+    wider = [
+        name
+        for name, layer in target.items()
+        if name in narrow and narrow[name].shape.noise_metric > layer.shape.noise_metric
+    ]
+    if wider and rules.noise_ratio < 1:
+        raise ValueError(
+            "Expected the narrow model as the base and the wide one as the target, got a base that "
+            f"is wider, as in `{wider[0]}`: each run on it would spend more than the run that it "
+            "is to spare; exchange the two."
+        )
 
 
 def _conventions(

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from hf_dpgrape.hf.class_counts import ClassCounts, OneClass
 from hf_dpgrape.hf.disclosure import Disclosure
+from hf_dpgrape.hf.own_loss import named_outputs
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import evaluation_loss, has_own_evaluation
@@ -26,6 +27,7 @@ class EvaluatingPart(TrainerPart):
     """
 
     _disclosure: Disclosure
+    model: Any  # None only inside the Trainer's constructor
     _class_counts: ClassCounts | None = None  # of the present evaluation
     # By the prefix of its metrics, what a data set's last evaluation was if it is of one class.
     _of_one_class: dict[str, dict[str, Any]]
@@ -87,6 +89,13 @@ class EvaluatingPart(TrainerPart):
         if counts is not None and not labels_are_tokens(head_of(model)):
             counts.add(outputs, labels)
         return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; outputs have names, as in training, whatever the configuration says."""
+        if callable(self.compute_loss_func):  # which is given what the model returns
+            return super().prediction_step(model, *args, **kwargs)
+        with named_outputs(getattr(head_of(self.model), "config", None)):
+            return super().prediction_step(model, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.predict`; callbacks see no metrics on the training set."""

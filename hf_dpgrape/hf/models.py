@@ -17,6 +17,7 @@ from hf_dpgrape.mechanism.tensors import (
     matching,
     refused_modules,
     report_tensors,
+    require_matches,
 )
 
 #: Auto classes by the names of tasks; "auto" takes the configuration's own architecture.
@@ -138,13 +139,8 @@ def new_head(model: nn.Module, head_modules: Sequence[str] | None = None) -> fro
     """
     names = [name for name, _ in model.named_parameters()]
     if head_modules:
-        head = matching(names, list(head_modules))
-        if not head:
-            raise ValueError(
-                f"`head_modules`={list(head_modules)} matches no tensor; the last ones are "
-                f"{names[-3:]}."
-            )
-        return head
+        require_matches(names, "head_modules", list(head_modules))
+        return matching(names, list(head_modules))
     kind = type(model).__name__
     prefix = getattr(model, "base_model_prefix", "")
     loaded = getattr(model.config, "architectures", None) or [kind]

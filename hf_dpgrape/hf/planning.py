@@ -16,7 +16,7 @@ from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import WidthTransfer, resolve
 from hf_dpgrape.hf.trainers_losses import losses_of
 from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
-from hf_dpgrape.mechanism.tensors import matching, newly_initialized
+from hf_dpgrape.mechanism.tensors import matching, newly_initialized, require_matches
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 
 
@@ -115,18 +115,13 @@ def head_tensors(model: nn.Module, head_modules: list[str] | None) -> frozenset[
         head_modules: parts of their names; None for those that a checkpoint did not have.
 
     Raises:
-        ValueError: no tensor has such a name.
+        ValueError: one of the parts is in no name.
     """
     if head_modules is None:
         return newly_initialized(model)
     names = [n for n, p in model.named_parameters() if p.requires_grad]
-    head = matching(names, head_modules)
-    if not head:
-        raise ValueError(
-            f"`head_modules`={head_modules} matches no trainable tensor; the last "
-            f"ones are {names[-3:]}."
-        )
-    return head
+    require_matches(names, "head_modules", head_modules)
+    return matching(names, head_modules)
 
 
 def clip_groups(

@@ -41,13 +41,23 @@ _REPLACED_METHODS = {
     "get_train_dataloader": "examples are drawn by Poisson sampling; change the data set instead",
 }
 
-#: Whose loss is the model's own, which is known per sample.
-_USUAL_LOSSES = ("transformers.", "hf_dpgrape.", "trl.trainer.sft_trainer.")
+#: Whose loss is the model's own, or is known per sample.
+_KNOWN_LOSSES = (
+    "transformers.",
+    "hf_dpgrape.",
+    "trl.trainer.sft_trainer.",
+    "trl.trainer.dpo_trainer.",
+    "trl.trainer.reward_trainer.",
+)
+
+#: Losses of DPO that are known per pair.
+_DPO_LOSSES = ("sigmoid", "hinge", "ipo")
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """One sentence for each argument under which the guarantee would not hold."""
-    refusals = {**_mechanism_refusals(args), **_system_refusals(args), **_trl_refusals(args)}
+    refusals = {**_mechanism_refusals(args), **_system_refusals(args)}
+    refusals |= {**_trl_refusals(args), **_dpo_refusals(args)}
     for name, (is_set, reason) in refusals.items():
         if is_set:
             came = _word(getattr(args, name))
@@ -138,7 +148,7 @@ def _trl_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
             "to False",
         ),
         "loss_type": (
-            getattr(args, "loss_type", "nll") != "nll",
+            _is_of(args, "SFTConfig") and getattr(args, "loss_type", "nll") != "nll",
             "only the model's own loss is known per sample; choose 'nll', or pass "
             "`compute_loss_func`",
         ),
@@ -151,6 +161,42 @@ def _trl_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
             "a private step does not apply it; use gradient checkpointing",
         ),
     }
+
+
+def _dpo_refusals(args: TrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Arguments of DPO under which a pair's loss is another than is known here, or not its own."""
+    if not _is_of(args, "DPOConfig"):
+        return {}
+    known, given = ", ".join(_DPO_LOSSES), getattr(args, "loss_type", [])
+    size = getattr(args, "precompute_ref_batch_size", None) or args.per_device_train_batch_size
+    other = f"of DPO only the losses {known} are known per pair, as they are; leave it out"
+    return {
+        "loss_type": (
+            len(given) != 1 or given[0] not in _DPO_LOSSES,
+            f"some losses of DPO compare pairs, or remember them; choose one of {known}",
+        ),
+        "loss_weights": (getattr(args, "loss_weights", None) is not None, other),
+        "ld_alpha": (getattr(args, "ld_alpha", None) is not None, other),
+        "use_weighting": (getattr(args, "use_weighting", False), other),
+        "f_divergence_type": (
+            getattr(args, "f_divergence_type", "reverse_kl") != "reverse_kl",
+            other,
+        ),
+        "precompute_ref_log_probs": (
+            not getattr(args, "precompute_ref_log_probs", False),
+            "the reference must not run beside the model whose gradients are taken; set it to "
+            "True, with `precompute_ref_batch_size=1`",
+        ),
+        "precompute_ref_batch_size": (
+            size != 1,
+            "pairs that share a batch would reach each other by its padding; set it to 1",
+        ),
+    }
+
+
+def _is_of(args: TrainingArguments, kind: str) -> bool:
+    """Whether arguments are of a class of TRL, which is named and not imported."""
+    return any(owner.__name__ == kind for owner in type(args).__mro__)
 
 
 def refuse_other_order(trainer: type, private: type) -> None:
@@ -172,16 +218,29 @@ def refuse_bypasses(trainer: type, private: type) -> None:
     """
     order = trainer.__mro__
     for place, owner in enumerate(order):
-        if "compute_loss" in vars(owner) and not _where(owner).startswith(_USUAL_LOSSES):
-            raise ValueError(
-                f"`{owner.__name__}.compute_loss` is not possible in private training, where each "
-                "example has a loss of its own; remove it, and pass the loss of one example as "
-                "`compute_loss_func=f` with f(outputs, labels)."
-            )
+        if not _where(owner).startswith(_KNOWN_LOSSES):
+            _refuse_own_loss(owner)
         if place < order.index(private):
             _refuse_bypass(owner)
         elif not _where(owner).startswith(("transformers.", "hf_dpgrape.", "trl.")):
             _refuse_replaced(owner)
+
+
+def _refuse_own_loss(owner: type) -> None:
+    """Refuses a class with a loss of its own, which may look across a batch."""
+    if _where(owner).startswith("trl.") and "compute_loss" in vars(owner):
+        raise ValueError(
+            f"`{owner.__name__}.compute_loss` is not possible in private training, where each "
+            "example has a loss of its own; of TRL, train with SFTTrainer, DPOTrainer or "
+            "RewardTrainer."
+        )
+    for name in ("compute_loss", "_compute_loss"):  # the second is that of TRL's DPOTrainer
+        if name in vars(owner):
+            raise ValueError(
+                f"`{owner.__name__}.{name}` is not possible in private training, where each "
+                "example has a loss of its own; remove it, and pass the loss of one example as "
+                "`compute_loss_func=f` with f(outputs, labels)."
+            )
 
 
 def _refuse_bypass(owner: type) -> None:

@@ -16,11 +16,13 @@ from hf_dpgrape.artifacts.record import (
     projection_record,
     with_earlier_part,
 )
+from hf_dpgrape.gradients.recording import AUTO, SINGLE
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.choices import Choices
 from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.dpmup import WidthTransfer
 from hf_dpgrape.hf.methods import method_of, method_record
+from hf_dpgrape.hf.pairs import PairLosses
 from hf_dpgrape.hf.planning import clip_groups, head_tensors
 from hf_dpgrape.hf.rates import set_rates
 from hf_dpgrape.hf.resuming import Facts, groups_of, run_facts
@@ -80,6 +82,7 @@ class TrainedRun:
             optimizer=self.facts["optimizer"],
             example_unit=args.example_unit,
             examples_per_unit=args.examples_per_unit,
+            num_processes=args.world_size,
             tuning=choices.record(),
             raw_metrics_were_logged=logs_are_raw,
             dpmup=None if width is None else width.record(ledger.plan.noise_multiplier),
@@ -117,13 +120,14 @@ def trained_run(
     """
     head = head_tensors(model, args.head_modules)
     rates_were_set = set_rates(args, optimizer, model, head, width_transfer)
+    is_paired = isinstance(losses, PairLosses)  # two rows an example: no batch of several
     training = PrivateTraining(
         model,
         optimizer,
         ledger.plan,
         losses,
         **data,
-        capture=args.capture,
+        capture=SINGLE if is_paired and args.capture == AUTO else args.capture,
         estimator=method_of(args).estimator,
         num_directions=args.num_directions,
         perturbation_scale=args.perturbation_scale,

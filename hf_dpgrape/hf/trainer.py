@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpgrape.artifacts.record import write_record
@@ -25,8 +23,10 @@ from hf_dpgrape.hf.dpmup import proxy_of
 from hf_dpgrape.hf.evaluating import EvaluatingPart
 from hf_dpgrape.hf.exact_lengths import warn_of_exact_lengths
 from hf_dpgrape.hf.given_optimizer import GivenOptimizer
+from hf_dpgrape.hf.left_out import LeavesOut
 from hf_dpgrape.hf.little_signal import warn_of_little_signal
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
+from hf_dpgrape.hf.pairs import SyntheticPairs, pair_loss_of
 from hf_dpgrape.hf.planning import Planned, head_tensors, planned, refuse_other_arguments
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
@@ -46,7 +46,7 @@ from hf_dpgrape.privacy.randomness import secret_global_randomness
 logger = logging.getLogger(__name__)
 
 
-class DPGrapeMixin(EvaluatingPart):
+class DPGrapeMixin(EvaluatingPart, LeavesOut):
     """The private part of a Trainer, for `class PrivateTrainer(DPGrapeMixin, SomeTrainer)`.
 
     Everything that a `transformers.Trainer` does stays: constructor, callbacks, schedulers,
@@ -69,6 +69,7 @@ class DPGrapeMixin(EvaluatingPart):
     _ledger: RunLedger | None = None
     _batches: LogicalBatches | None = None  # what the loader of the present run draws from
     _recorded: Mapping[str, Any] = {}  # of the checkpoint that the present run continues
+    _has_searched = False  # for hyperparameters, in this trainer
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -121,16 +122,6 @@ class DPGrapeMixin(EvaluatingPart):
         """
         return proxy_of(self.model, base_model)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Keeps accelerate from wrapping the model in DistributedDataParallel.
-
-        Its buckets would be as large as the full gradients, and wait for some that never come; the
-        private step reduces the small projected sums instead.
-        """
-        super().create_accelerator_and_postprocess()
-        prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
-
     def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
         """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
@@ -174,6 +165,8 @@ class DPGrapeMixin(EvaluatingPart):
             structure: one collated example, for its names, dtypes and shapes alone.
         """
         head = head_of(self.model)
+        if pair_loss_of(self):
+            return SyntheticPairs(head, structure)
         return SyntheticExamples(head, structure, labels_are_tokens=labels_are_tokens(head))
 
     # ---- Training --------------------------------------------------------------------------
@@ -195,6 +188,11 @@ class DPGrapeMixin(EvaluatingPart):
         self._of_one_class.clear()
         self.control.should_training_stop = self.control.should_epoch_stop = False
         self._choices().warn_of_validation()
+        logger.info(
+            "Training in %d process(es), which draw an expected batch of %d together.",
+            self.args.world_size,
+            self.get_total_train_batch_size(self.args),
+        )
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # whoever interrupts a run may have seen its results
@@ -221,18 +219,6 @@ class DPGrapeMixin(EvaluatingPart):
         assert self.private_training is not None
         return float(nn.utils.get_total_norm(self.private_training.gradients()))
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """The expected batch size, for the Trainer's messages."""
-        assert self.args.expected_batch_size is not None
-        return self.args.expected_batch_size
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """0: the number of tokens drawn, which a count would reveal, is secret."""
-        return 0
-
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> None:
-        """None: a count over the batch must not reach any sample's loss."""
-
     # ---- Logs ------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -248,6 +234,7 @@ class DPGrapeMixin(EvaluatingPart):
             self.args,
             self.callback_handler.callbacks,
             is_search=self.hp_search_backend is not None,
+            has_searched=self._has_searched,
             ledger=self._ledger,
         )
 
@@ -261,6 +248,7 @@ class DPGrapeMixin(EvaluatingPart):
         Every trial is a private run with an epsilon of its own. The total holds if the number of
         trials, and their noise, sampling and steps, do not depend on results.
         """
+        self._has_searched = True
         best = super().hyperparameter_search(**search_arguments(*args, **kwargs))
         self._choices().warn_of_total()
         return best
@@ -302,13 +290,6 @@ class DPGrapeMixin(EvaluatingPart):
             refuse_other_groups(self._recorded, self.private_training)
         super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Saves nothing: the generators are secret, and tell how many examples were drawn."""
-        os.makedirs(output_dir, exist_ok=True)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads nothing: a resumed run draws fresh secret randomness."""
-
     # ---- Files ----------------------------------------------------------------------------
 
     def privacy_record(self) -> dict[str, Any]:
@@ -320,12 +301,22 @@ class DPGrapeMixin(EvaluatingPart):
         told = {"evaluations_of_one_class": {**self._of_one_class}} if self._of_one_class else {}
         return {**record, **told}
 
+    def save_privacy_record(self, folder: str | Path) -> None:
+        """Writes `privacy.json` beside weights that the model itself has saved there.
+
+        `save_model` and checkpoints write it anyway. `model.save_pretrained(folder)` knows nothing
+        of the run, and neither does a model whose adapters were merged into it.
+        """
+        if self.private_training is None:
+            raise ValueError("The record describes a trained model; call `train()` first.")
+        write_record(folder, self.privacy_record())
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Saves model and processing class, and the privacy record beside them."""
         self._publisher.before_saving(output_dir)
         super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save and self.private_training is not None:
-            write_record(self._publisher.folder(output_dir), self.privacy_record())
+            self.save_privacy_record(self._publisher.folder(output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as `README.md` into the output folder.

@@ -266,8 +266,8 @@ class Preflight:
             logger.warning(
                 "Gradients are taken one example at a time, at about the time of an ordinary step "
                 "where a device holds one long row (measured: 1.09 of it for OPT-125m at 1,024 "
-                "tokens, 0.81 from batches) and two to three times that where it holds several "
-                "short ones (2.3 for a small Mixtral), because of %s.",
+                "tokens, 0.81 from batches) and up to three times that where it holds several "
+                "short ones (1.5 for a small Mixtral), because of %s.",
                 cause_of(self.model, error),
             )
             return recorder, True

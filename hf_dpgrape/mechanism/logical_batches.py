@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from hf_dpgrape.mechanism.collation import AloneCollator
 from hf_dpgrape.mechanism.own_generators import refuse_own_generators
@@ -112,6 +112,10 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
             for part in (group[i : i + self._size] for i in range(0, len(group), self._size))
         ]
 
+    def __getitems__(self, indices: Sequence[int]) -> list[PhysicalBatch]:
+        """As `[indices]`: what a `DataLoader` asks for with a batch of indices, one or none."""
+        return self[indices]
+
     def loader(
         self, plan: PrivacyPlan, num_batches: int, **options: Any
     ) -> DataLoader[list[PhysicalBatch]]:
@@ -130,8 +134,9 @@ class LogicalBatches(Dataset[list[PhysicalBatch]]):
                 f"Expected the {plan.num_examples} examples that the plan is for, got "
                 f"{len(self.examples)}; plan with `num_examples={len(self.examples)}`."
             )
-        sampler = _sampler(plan, num_batches, self._source)
-        return DataLoader(self, batch_size=None, sampler=sampler, **options)
+        # As a batch sampler, so that who skips batches, as a resumed Trainer does, skips draws.
+        batches = _sampler(plan, num_batches, self._source)
+        return DataLoader(self, batch_sampler=batches, collate_fn=default_convert, **options)
 
     def _inputs(self, index: int, seeds: Seeds) -> dict[str, Any]:
         """One example's inputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -52,7 +53,23 @@ def newly_initialized(model: nn.Module) -> frozenset[str]:
 
 def loaded_tensors(model: nn.Module) -> frozenset[str]:
     """Tensors that came from a checkpoint; empty for a model made from a configuration."""
-    return frozenset(n for n, p in model.named_parameters() if is_loaded(p))
+    loaded = frozenset(n for n, p in model.named_parameters() if is_loaded(p))
+    return loaded | _resized_output(model) if loaded else loaded
+
+
+def _resized_output(model: Any) -> frozenset[str]:
+    """The output layer of a loaded model, if the checkpoint had one.
+
+    Adding tokens exchanges it for another, with the checkpoint's rows and some new ones, that is
+    not marked as loaded. Whether the checkpoint had one, the class tells that it is of.
+    """
+    base = getattr(model, "get_base_model", None)
+    head = base() if callable(base) else model
+    kinds = getattr(getattr(head, "config", None), "architectures", None) or []
+    get = getattr(head, "get_output_embeddings", None)
+    output = get() if callable(get) and type(head).__name__ in kinds else None
+    own = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
+    return frozenset(n for n, p in model.named_parameters() if id(p) in own)
 
 
 def matching(names: Collection[str], parts: list[str]) -> frozenset[str]:
@@ -67,6 +84,34 @@ def _is_target(name: str, target_modules: TargetModules, head: frozenset[str]) -
     if isinstance(target_modules, str):
         return re.search(target_modules, name) is not None
     return bool(matching([name], target_modules))
+
+
+def require_matches(names: Collection[str], argument: str, parts: TargetModules) -> None:
+    """Refuses a pattern, or a part out of several, that names no tensor.
+
+    Args:
+        names: of the trainable tensors.
+        argument: that has the patterns.
+        parts: a regular expression or parts of names; None and `all-linear` name what they find.
+
+    Raises:
+        ValueError: nothing has such a name.
+    """
+    if parts is None or parts == "all-linear":
+        return
+    if isinstance(parts, str):
+        unmatched = [] if any(re.search(parts, name) for name in names) else [parts]
+    else:
+        unmatched = [part for part in parts if not matching(names, [part])]
+        unmatched = unmatched if parts else [""]
+    if unmatched:
+        ones = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+        shown = [*ones[:_NUM_SHOWN], *ones[-_NUM_SHOWN:]] if len(ones) > 2 * _NUM_SHOWN else ones
+        raise ValueError(
+            f"Expected `{argument}` to match trainable tensors, got "
+            f"{', '.join(map(repr, unmatched))}, which matches none; name modules of the model, as "
+            f"{', '.join(f'`{name}`' for name in shown)}."
+        )
 
 
 def make_projections(
@@ -88,7 +133,12 @@ def make_projections(
         head: tensors that are not projected by default.
         target_modules: which are projected: a regular expression or parts of names; None for all
             but the head.
+
+    Raises:
+        ValueError: something of `target_modules` matches nothing.
     """
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    require_matches(weights, "optim_target_modules", target_modules)
     return {
         name: Projection(
             name,
@@ -98,9 +148,27 @@ def make_projections(
             seed=seed,
             device=p.device,
         )
-        for name, p in model.named_parameters()
-        if p.requires_grad
+        for name, p in weights.items()
     }
+
+
+def require_projected(projections: Mapping[str, Projection], target_modules: TargetModules) -> None:
+    """Refuses a choice of tensors of which none can be projected.
+
+    Args:
+        projections: of all trainable tensors, with a rank above 0.
+        target_modules: which tensors the user has chosen; None if they did not.
+
+    Raises:
+        ValueError: all that was chosen are vectors, or not larger than the rank.
+    """
+    if target_modules is None or any(p.side is not None for p in projections.values()):
+        return
+    raise ValueError(
+        f"Expected `optim_target_modules`={target_modules!r} to choose matrices with both sides "
+        "above `rank`, got none, so that nothing would be projected; choose others, lower `rank`, "
+        "or set `rank=0` for full space."
+    )
 
 
 def projected_shapes(
@@ -140,6 +208,8 @@ def report_tensors(
     model: nn.Module, *, rank: int, head: frozenset[str], target_modules: TargetModules = None
 ) -> list[TensorReport]:
     """One row per trainable tensor, and one per module that is refused as a whole."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    require_matches(names, "optim_target_modules", target_modules)
     sites, problems = sites_or_problems(model)
     rules: dict[str, list[str]] = {}
     for site in sites:

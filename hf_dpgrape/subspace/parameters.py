@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_dpgrape.subspace.projection import Projection
+from hf_dpgrape.subspace.projection import Projection, matrix_shape
 from hf_dpgrape.subspace.rounding import round_to_bfloat16
 
 Moments = Literal["keep", "reset"]
@@ -98,6 +98,7 @@ class Subspace:
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Gives the stand-ins these gradients; tensors that are not named get none."""
+        # None, not zero, for the others: an optimizer skips them, and momentum does not move them.
         for name, tensor in self.tensors.items():
             tensor.stand_in.grad = gradients.get(name)
 
@@ -149,12 +150,13 @@ class Subspace:
                     tensor = by_stand_in[id(stand_in)]
                     if tensor.is_own_stand_in or stand_in.grad is None:
                         continue
+                    # Read at every step: a schedule may have changed the rate since the last one.
                     decay = group.get("weight_decay", 0.0)
                     keep = 1 - group["lr"] * decay if decay else 1.0
                     device = tensor.weight.device
                     generator = rounding_generator(self._rounding, device, self._seed)
                     update_(tensor.weight, stand_in, tensor.projection, keep, generator)
-                    stand_in.zero_()
+                    stand_in.zero_()  # the next step starts from where the weight is now
 
         return lift
 
@@ -212,7 +214,7 @@ def update_(
 
     A 16-bit weight is updated in float32 and rounded stochastically, a few rows at a time.
     """
-    matrix = weight.view(weight.shape[0], -1) if weight.ndim else weight.view(1, 1)
+    matrix = weight.view(matrix_shape(weight.shape))
     if weight.dtype == update.dtype:
         if keep != 1:
             matrix.mul_(keep)

@@ -13,15 +13,34 @@ Side = Literal["left", "right"]
 Scale = Literal["1/sqrt(r)", "1/r"]
 
 
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a tensor seen as a matrix.
+
+    Those are its first dimension and the rest; but of a stack of matrices, as the experts of a
+    layer are kept, all their rows one below the other, so that they share P. A tensor of three
+    dimensions is a stack if it is then closer to a square.
+
+    >>> matrix_shape(torch.Size((64, 3, 7, 7))), matrix_shape(torch.Size((8, 96, 32)))
+    ((64, 147), (768, 32))
+    """
+    if not shape:
+        return 1, 1
+    plain = shape[0], math.prod(shape[1:])
+    if len(shape) == 3 and shape[0] > 1:
+        stacked = shape[0] * shape[1], shape[2]
+        return max(plain, stacked, key=min)
+    return plain
+
+
 def projected_side(shape: torch.Size, rank: int) -> Side | None:
-    """The side of a tensor, seen as a matrix (first dimension, rest), that shrinks to `rank`.
+    """The side of a tensor, seen as a matrix (see `matrix_shape`), that shrinks to `rank`.
 
     None (not projected) if the rank is 0, the tensor has one dimension, or a side is no larger
     than the rank.
     """
     if rank == 0 or len(shape) < 2:
         return None
-    rows, columns = shape[0], math.prod(shape[1:])
+    rows, columns = matrix_shape(shape)
     if min(rows, columns) <= rank:
         return None
     return "right" if rows >= columns else "left"
@@ -69,7 +88,7 @@ class Projection:
         """Shape of the projected gradient."""
         if self.side is None:
             return self.full_shape
-        rows, columns = self.full_shape[0], math.prod(self.full_shape[1:])
+        rows, columns = matrix_shape(self.full_shape)
         return torch.Size((rows, self.rank) if self.side == "right" else (self.rank, columns))
 
     @property
@@ -93,7 +112,7 @@ class Projection:
         """P as it is after that many refreshes."""
         if self.side is None:
             raise ValueError(f"`{self.name}` is not projected, it has no projection matrix.")
-        rows, columns = self.full_shape[0], math.prod(self.full_shape[1:])
+        rows, columns = matrix_shape(self.full_shape)
         key = f"{self.seed}/{self.name}/{refresh_index}".encode()
         public_seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
         # Drawn on the CPU, so that every device and process has the same P.
@@ -125,7 +144,8 @@ class Projection:
         if self.side is None:
             return gradient
         matrix = self.matrix.to(gradient.dtype)
-        as_matrix = gradient.flatten(gradient.ndim - len(self.full_shape) + 1)
+        batch = gradient.shape[: gradient.ndim - len(self.full_shape)]
+        as_matrix = gradient.reshape(*batch, *matrix_shape(self.full_shape))
         return as_matrix @ matrix if self.side == "right" else matrix.T @ as_matrix
 
     def lift_onto_(self, weight: Tensor, update: Tensor, rows: slice = slice(None)) -> None:
@@ -137,7 +157,7 @@ class Projection:
             rows: which rows they are.
         """
         if self.side is None:
-            weight.add_(update.view(self.full_shape[0], -1)[rows])
+            weight.add_(update.view(matrix_shape(self.full_shape))[rows])
         elif self.side == "right":
             weight.addmm_(update[rows], self.matrix.to(update.dtype).T)
         else:

@@ -59,6 +59,7 @@ def test_facts_for_an_auditor() -> None:
         "| steps | 24 of 24 planned |",
         "| noise multiplier | 1.25 |",
         "| clip norm per example | 0.5 (flat) |",
+        "| processes | 1 |",
         "| projection | rank 16, entries of standard deviation 1/sqrt(r), new every 3 steps, "
         "public seed 7; 12 of 20 tensors are projected. Not projected: tensors of one dimension, "
         "classifier.weight |",

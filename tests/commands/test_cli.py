@@ -304,7 +304,10 @@ def test_check_tables(
         (["{folder}/roberta", "--task", "poetry"], "`task` must be auto or one of .*'poetry'"),
         (["{folder}/resnet", "--task", "causal-lm"], "head for the task 'causal-lm', got 'resnet'"),
         (["{folder}/roberta", "--rank", "-2"], "`rank` must be 0 .*, got -2"),
-        (["{folder}/roberta", "--head_modules", "tail"], "`head_modules`=.*'tail'.* no tensor"),
+        (
+            ["{folder}/roberta", "--head_modules", "tail"],
+            "`head_modules` to .*'tail', which matches none",
+        ),
     ],
 )
 def test_wrong_models_get_one_sentence(

@@ -170,7 +170,7 @@ def test_private_defaults(make: Any) -> None:
     arguments = make()
     assert arguments.max_grad_norm == 0
     assert arguments.gradient_accumulation_steps == 1
-    assert arguments.ignore_data_skip
+    assert not make(ignore_data_skip=True).ignore_data_skip
     assert not arguments.log_non_private_metrics
     assert arguments.unsafe_test_seed is None
     assert (arguments.rank, arguments.l2_clip_norm) == (16, 1.0)

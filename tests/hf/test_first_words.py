@@ -53,3 +53,15 @@ def test_a_missing_label_column_does_not_list_the_columns(make_trainer: MakeTrai
     with pytest.raises(ValueError, match="none of the label columns") as raised:
         make_trainer(more={"train_dataset": unlabeled}).train()
     assert "input_ids" not in str(raised.value)
+
+
+def test_a_run_says_how_many_processes_it_has(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A launcher may start one where several were asked for."""
+    trainer = make_trainer(max_steps=1)
+    with caplog.at_level(logging.INFO, logger="hf_dpgrape"):
+        trainer.train()
+    (said,) = [r.getMessage() for r in caplog.records if "process(es)" in r.getMessage()]
+    assert said == "Training in 1 process(es), which draw an expected batch of 10 together."
+    assert trainer.privacy_record()["num_processes"] == 1

@@ -310,9 +310,10 @@ def test_trainers_whose_loss_is_the_models_own() -> None:
     for base in (Trainer, transformers.Seq2SeqTrainer):
         refuse_bypasses(private(base), DPGrapeMixin)
     trl = pytest.importorskip("trl", reason="the optional extra `trl` is not installed")
-    refuse_bypasses(private(trl.SFTTrainer), DPGrapeMixin)
-    with pytest.raises(ValueError, match=r"`DPOTrainer\.compute_loss` is not possible"):
-        refuse_bypasses(private(trl.DPOTrainer), DPGrapeMixin)
+    for base in (trl.SFTTrainer, trl.DPOTrainer, trl.RewardTrainer):
+        refuse_bypasses(private(base), DPGrapeMixin)
+    with pytest.raises(ValueError, match=r"`KTOTrainer\.compute_loss` is not possible"):
+        refuse_bypasses(private(trl.KTOTrainer), DPGrapeMixin)
 
 
 def test_the_private_part_comes_first() -> None:

@@ -14,6 +14,7 @@ from oracle import alone, make_recorder, recorded, worst_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_dpgrape.artifacts.record import read_record
 from hf_dpgrape.gradients.single import SingleRecorder
 from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
@@ -27,6 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),
+    # Of torch, at SHiRA's sparse weights.
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning"),
 ]
 
 NORMS = {"roberta": ["LayerNorm"], "gpt2": ["ln_1", "ln_2", "ln_f"], "llama": None}
@@ -146,6 +150,10 @@ OTHERS: dict[str, tuple[Any, str]] = {
         lambda task, names: peft.LoKrConfig(task_type=task, r=3, target_modules=names),
         "single",
     ),
+    "shira": (
+        lambda task, names: peft.ShiraConfig(task_type=task, r=3, target_modules=names),
+        "single",
+    ),
     "vera": (
         lambda task, names: peft.VeraConfig(task_type=task, r=5, target_modules=names),
         "batched",
@@ -248,3 +256,17 @@ def test_adalora_is_refused_by_name(make_trainer: MakeTrainer, capture: str) -> 
     model = peft.get_peft_model(make_model("roberta", CLASSIFY).float(), config)
     with pytest.raises(ValueError, match="AdaLoRA moves its budget of ranks by raw gradients"):
         make_trainer(model=model, capture=capture)
+
+
+def test_a_merged_model_is_saved_with_the_record(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """What a model saves by itself has none, so the trainer puts it there."""
+    trainer = make_trainer(model=adapted("lora", "roberta", CLASSIFY), max_steps=1)
+    with pytest.raises(ValueError, match=r"call `train\(\)` first"):
+        trainer.save_privacy_record(tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapters"))
+    trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert not (tmp_path / "merged" / "privacy.json").exists()
+    trainer.save_privacy_record(tmp_path / "merged")
+    assert read_record(tmp_path / "merged") == read_record(tmp_path / "adapters")
+    assert read_record(tmp_path / "merged")["steps_done"] == 1

@@ -47,6 +47,7 @@ rank = trainer.args.process_index
 torch.save({n: p.detach() for n, p in trainer.model.named_parameters()}, f"{folder}/{rank}.pt")
 facts = {"world": trainer.args.world_size, "wrapped": type(trainer.model_wrapped).__name__}
 facts["log"] = trainer.state.log_history[0]
+assert trainer.privacy_record()["num_processes"] == trainer.args.world_size
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump(facts, file)
 """

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest_trainer import MakeTrainer
+from conftest_trainer import MakeTrainer, examples
 from families import CLASSIFY, make_model
+from transformers import TrainerCallback
 
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 
@@ -118,3 +119,52 @@ def test_the_record_tells_what_was_trained_whatever_is_set_later(
     assert trainer.privacy_record() == before
     assert before["optimizer"]["optim"].startswith("adamw_torch")
     assert before["projection"]["rank"] == 5
+
+
+class Evaluations(TrainerCallback):
+    """Notes steps and epochs of a run."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("step", state.global_step, state.epoch))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("end of an epoch", state.global_step, state.epoch))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("evaluation", state.global_step, state.epoch))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_epochs_go_on_where_they_were(
+    make_trainer: MakeTrainer, tmp_path: Path, step: int, workers: int
+) -> None:
+    """13 examples a step are an epoch of 3, so that thirds are rounded as they would have been."""
+    options: dict[str, Any] = {
+        "expected_batch_size": 13,
+        "max_steps": 7,
+        "eval_strategy": "epoch",
+        "logging_steps": 1,
+        "dataloader_num_workers": workers,
+        "dataloader_persistent_workers": workers > 0,
+    }
+
+    def run(**more: Any) -> tuple[Any, list[tuple[str, int, float]]]:
+        noted = Evaluations()
+        trainer = make_trainer(
+            **options, **more, more={"eval_dataset": examples(5), "callbacks": [noted]}
+        )
+        resumed = None if more else str(tmp_path / "out" / f"checkpoint-{step}")
+        trainer.train(resume_from_checkpoint=resumed)
+        return trainer, noted.seen
+
+    whole, in_one_piece = run(save_strategy="steps", save_steps=1)
+    resumed, continued = run()
+    assert continued == [seen for seen in in_one_piece if seen[1] > step]
+    assert {log["epoch"] for log in whole.state.log_history} == {
+        log["epoch"] for log in resumed.state.log_history
+    }
+    assert resumed.privacy_record()["steps_done"] == 7

@@ -205,9 +205,23 @@ def test_earlier_runs_are_still_added_up_after_a_resume(
     trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
     record = trainer.privacy_record()
     assert record["tuning"]["all_runs"] == spent
-    assert record["tuning"]["chosen_by_validation_data"] == ["the hyperparameters"]
+    assert record["tuning"]["chosen_by_validation_data"] == []
     trainer.train()  # a fresh model, and a third run
     assert trainer.privacy_record()["tuning"]["all_runs"]["num_runs"] == 3
+
+
+def test_several_runs_compose_and_are_no_choice_by_validation_data(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(max_steps=2, more={"model_init": fresh})
+    trainer.train()
+    trainer.train()
+    record = trainer.privacy_record()
+    assert record["tuning"]["chosen_by_validation_data"] == []
+    assert "Evaluation data decide" not in caplog.text
+    spent = record["tuning"]["all_runs"]
+    assert spent["num_runs"] == 2
+    assert spent["epsilon_by_accountant"]["pld"] > record["epsilon"]
 
 
 def test_a_run_that_results_may_stop_does_so_when_resumed(

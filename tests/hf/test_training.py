@@ -1,6 +1,6 @@
 """Training runs: what the Trainer's options mean, and what a run leaves behind.
 
-Covers: hf/trainer.py, hf/planning.py, hf/trained_run.py, hf/trainer_part.py.
+Covers: hf/trainer.py, hf/planning.py, hf/trained_run.py, hf/trainer_part.py, hf/left_out.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest_trainer import NUM_EXAMPLES, MakeTrainer, collate, examples
-from families import CAUSAL, CLASSIFY, make_model
+from families import CAUSAL, CLASSIFY, make_config, make_model
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -222,6 +222,31 @@ def test_head_has_its_own_rate_group_and_phase(make_trainer: MakeTrainer) -> Non
     assert rates == {1e-2, 0.3}
     head = trainer.private_training.subspace.tensors["classifier.dense.weight"]
     assert head.is_own_stand_in
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim_target_modules": "qkv_proj"}, "`optim_target_modules` to .*got 'qkv_proj', which"),
+        ({"optim_target_modules": ["dense", "qkv"]}, "`optim_target_modules` to .*got 'qkv', whic"),
+        ({"head_modules": ["classifier", "score"]}, "`head_modules` to match .*got 'score', which"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused(
+    make_trainer: MakeTrainer, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(**changes).train()
+    assert "`classifier.out_proj`" in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"optim_target_modules": "bias"}, {"rank": 99}])
+def test_a_choice_of_which_nothing_can_be_projected_is_refused(
+    make_trainer: MakeTrainer, changes: dict[str, Any]
+) -> None:
+    trainer = make_trainer(**{"optim_target_modules": ["dense"], **changes})
+    with pytest.raises(ValueError, match="to choose matrices with both sides above `rank`"):
+        trainer.train()
 
 
 def test_checkpointed_model_trains_the_same(make_trainer: MakeTrainer) -> None:
@@ -581,3 +606,35 @@ def test_newly_initialized_head_is_found(make_trainer: MakeTrainer, tmp_path: Pa
     projections = trainer.private_training.subspace.projections
     assert projections["classifier.dense.weight"].side is None
     assert projections["roberta.embeddings.word_embeddings.weight"].side == "right"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_that_was_loaded_and_resized_is_not_new(tmp_path: Path, is_tied: bool) -> None:
+    """Nor is one that the checkpoint lacks taken for its own."""
+    from transformers import GPT2LMHeadModel, GPT2Model
+
+    config = make_config("gpt2")
+    config.tie_word_embeddings = is_tied
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "whole")
+    GPT2Model(config).save_pretrained(tmp_path / "body")
+    for folder, new in (("whole", []), ("body", [] if is_tied else ["lm_head.weight"])):
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / folder)
+        assert sorted(head_tensors(model, None)) == new
+        model.resize_token_embeddings(config.vocab_size + 5)
+        assert model.get_output_embeddings().weight.shape[0] == config.vocab_size + 5
+        assert sorted(head_tensors(model, None)) == new
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_outputs_without_names(make_trainer: MakeTrainer, causal: bool) -> None:
+    """`return_dict=False` is about what others see; gpt2 itself cannot run under it."""
+    metrics = []
+    for is_named in (True, False):
+        model = make_model(*(("gpt2", CAUSAL) if causal else ("roberta", CLASSIFY))).float()
+        model.config.return_dict = is_named
+        trainer = make_trainer(model=model, causal=causal, more={"eval_dataset": examples(7)})
+        trainer.train()
+        metrics.append((trainer.evaluate()["eval_loss"], trainer.predict(examples(7))))
+        assert model.config.return_dict == is_named
+    assert metrics[0][0] == metrics[1][0]
+    assert (metrics[0][1].predictions == metrics[1][1].predictions).all()

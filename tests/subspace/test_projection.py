@@ -21,6 +21,10 @@ from hf_dpgrape.subspace.projection import Projection, projected_side
         ((30, 20), 0, None, (30, 20)),
         ((30, 3, 5, 5), 4, "left", (4, 75)),
         ((99, 3, 5, 5), 4, "right", (99, 4)),
+        ((8, 96, 32), 4, "right", (8 * 96, 4)),  # a stack of experts
+        ((3, 5, 32), 4, "left", (4, 32)),
+        ((64, 8, 3), 4, "right", (64, 4)),  # a convolution
+        ((1, 50, 20), 4, None, (1, 50, 20)),  # a table with a batch dimension in front
     ],
 )
 def test_shapes(shape: tuple[int, ...], rank: int, side: str, projected: tuple[int, ...]) -> None:
@@ -43,6 +47,16 @@ def test_lift_is_the_adjoint_of_projecting(m: int, n: int, rank: int) -> None:
     projection.lift_onto_(lifted, update)
     inner = (projection.on_gradient(gradient) * update).sum()
     assert torch.allclose(inner, (gradient * lifted).sum())
+
+
+def test_a_stack_is_projected_and_lifted_matrix_by_matrix() -> None:
+    projection = Projection("w", torch.Size((3, 7, 5)), rank=2)
+    gradients = torch.randn(4, 3, 7, 5, dtype=torch.float64)
+    each = (gradients @ projection.matrix.double()).reshape(4, 21, 2)
+    torch.testing.assert_close(projection.on_gradient(gradients), each)
+    lifted = torch.zeros(3, 7, 5, dtype=torch.float64)
+    projection.lift_onto_(lifted.view(21, 5), each[0])
+    torch.testing.assert_close(lifted, each[0].view(3, 7, 2) @ projection.matrix.double().T)
 
 
 def test_norms_are_kept_on_average_and_lifting_is_unbiased() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dpgrape.gradients.forms import PerSampleGradients, WhenComplete
 from hf_dpgrape.gradients.recording import Records
-from hf_dpgrape.mechanism.tensors import TargetModules, make_projections
+from hf_dpgrape.mechanism.tensors import TargetModules, make_projections, require_projected
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.subspace.parameters import Moments
 from hf_dpgrape.subspace.projection import Projection, Scale
@@ -143,7 +143,7 @@ class Setup:
 
     def projections(self, rank: int) -> dict[str, Projection]:
         """Random projections of that rank for every trainable tensor, by canonical name."""
-        return make_projections(
+        projections = make_projections(
             self.model,
             rank=rank,
             scale=self.arguments.projection_scale,
@@ -151,6 +151,9 @@ class Setup:
             head=self.head,
             target_modules=self.target_modules,
         )
+        if rank:
+            require_projected(projections, self.target_modules)
+        return projections
 
 
 @dataclass(frozen=True, kw_only=True)

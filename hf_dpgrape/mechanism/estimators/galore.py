@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_dpgrape.mechanism.estimators.backward import Backward
 from hf_dpgrape.mechanism.estimators.base import Made, Setup
 from hf_dpgrape.subspace.parameters import Moments, Subspace
-from hf_dpgrape.subspace.projection import Projection
+from hf_dpgrape.subspace.projection import Projection, matrix_shape
 
 #: Where the optimizer's state of a stand-in keeps its singular vectors, which no seed gives back.
 STATE_KEY = "singular_vectors"
@@ -33,7 +33,9 @@ class SingularProjection(Projection):
         Args:
             gradient: a private gradient, of the full shape.
         """
-        left, _, right = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
+        left, _, right = torch.linalg.svd(
+            gradient.view(matrix_shape(self.full_shape)), full_matrices=False
+        )
         vectors = right.mT if self.side == "right" else left
         self.hold_(vectors[:, : self.rank].contiguous())
 

@@ -96,3 +96,14 @@ def test_wrong_input(
 ) -> None:
     assert main([*words, *changes]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_base_wider_than_the_target_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow, wide = words[2], words[4]
+    assert main([*words, "--base", wide, "--target", narrow]) == 2
+    said = capsys.readouterr().err
+    assert "Expected the narrow model as the base" in said and "exchange the two" in said
+    assert main([*words, "--base", wide]) == 0  # of one width, nothing changes
+    assert main([*words, "--target", narrow]) == 0
