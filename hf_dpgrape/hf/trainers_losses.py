@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from hf_dpgrape.hf.cross_entropy import PLAIN, CrossEntropy, refused_for
 from hf_dpgrape.hf.loss_arguments import LossArguments
 from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.hf.pairs import PairLosses, pair_loss_of
@@ -78,15 +79,24 @@ def losses_of(
 
 def has_own_evaluation(trainer: Trainer) -> bool:
     """Whether the loss of an evaluation is another one than the model's own."""
-    args = trainer.args
-    is_plain = not isinstance(args, LossArguments) or args.cross_entropy().is_plain
-    return callable(trainer.compute_loss_func) or not is_plain
+    return callable(trainer.compute_loss_func) or not _cross_entropy_of(trainer.args).is_plain
+
+
+def _cross_entropy_of(args: TrainingArguments) -> CrossEntropy:
+    """The cross entropy that the arguments ask for."""
+    return args.cross_entropy() if isinstance(args, LossArguments) else PLAIN
 
 
 def trainers_losses(trainer: Trainer) -> TrainersLosses | PairLosses:
-    """The losses of a trainer's model as the trainer computes them."""
+    """The losses of a trainer's model as the trainer computes them.
+
+    Raises:
+        ValueError: class weights or label smoothing are asked for where examples are pairs.
+    """
     precision, prepare = trainer.compute_loss_context_manager, trainer._prepare_inputs
     if pair_loss := pair_loss_of(trainer):
+        if not (wanted := _cross_entropy_of(trainer.args)).is_plain:
+            raise refused_for(wanted, "pairs of answers")
         head = head_of(_model_of(trainer))
         return PairLosses(pair_loss, trainer.args, head=head, precision=precision, prepare=prepare)
     return TrainersLosses(own_losses(trainer), precision, prepare)
