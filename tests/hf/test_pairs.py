@@ -253,5 +253,5 @@ def test_other_trainers_on_pairs_are_refused_by_name() -> None:
 
 
 def test_label_smoothing_has_no_place_in_a_loss_of_pairs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`label_smoothing_factor` needs .*pairs of answers"):
+    with pytest.raises(ValueError, match=r"`label_smoothing_factor` needs .*pairs of answers"):
         make(tmp_path, "dpo", label_smoothing_factor=0.1).train()
