@@ -14,6 +14,7 @@ from transformers.trainer_utils import has_length
 from hf_dpgrape.gradients.recording import BATCHED
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import WidthTransfer, resolve
+from hf_dpgrape.hf.task_losses import head_of, task_name_of
 from hf_dpgrape.hf.trainers_losses import losses_of
 from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.mechanism.tensors import matching, newly_initialized, require_matches
@@ -55,6 +56,7 @@ def planned(
     num_examples = length_of(train_dataset)
     refuse_in_any_capture(model)
     loss = losses_of(args, model, compute_loss_func)
+    _refuse_idle_weights(args, model)
     if args.capture == BATCHED:
         checked_sites(model)
         refuse(model, {"": loss.why_single} if loss.why_single else {})
@@ -70,6 +72,16 @@ def planned(
         clip_shares=None if width is None else width.rules.clip_shares,
     )
     return Planned(plan=plan, width_transfer=width)
+
+
+def _refuse_idle_weights(args: DPGrapeTrainingArguments, model: nn.Module) -> None:
+    """Refuses class weights that clipping undoes: those of an example with one label."""
+    by_token = task_name_of(head_of(model)) == "token-classification"
+    if args.class_weights is not None and args.clipping == "automatic" and not by_token:
+        raise ValueError(
+            "`class_weights` change nothing under `clipping=automatic`, which gives every "
+            "example's gradient the same length; set `clipping=flat`, or leave them out."
+        )
 
 
 def refuse_other_arguments(args: TrainingArguments) -> None:

@@ -211,6 +211,11 @@ def test_training_and_evaluation_use_them(make_trainer: MakeTrainer) -> None:
     assert "loss" not in plain.privacy_record()
 
 
+def test_weights_that_clipping_undoes_are_refused(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match="change nothing under `clipping=automatic`"):
+        make_trainer(class_weights=WEIGHTS, clipping="automatic")
+
+
 def test_losses_do_not_depend_on_neighbors() -> None:
     g = torch.Generator().manual_seed(3)
     logits, labels = torch.randn(7, 3, generator=g), torch.arange(7) % 3
