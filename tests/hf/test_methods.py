@@ -29,6 +29,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 each_method = pytest.mark.parametrize("method", METHODS)
 
+#: By default one method of each kind of vector; the others share their lines of code with one.
+each_kind = pytest.mark.parametrize(
+    "method",
+    [
+        name
+        if name in ("dp-grape", "naive-dp-galore", "dpzero", "dp-lora")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in METHODS
+    ],
+)
+
 CLIP, DIVISOR = 0.7, 10
 
 #: Rates with which each method gets somewhere on the easy problem; all take the same steps.
@@ -100,7 +111,7 @@ def released(training: Any, batch: list[PhysicalBatch]) -> Tensor:
 # ---- Sensitivity and noise ---------------------------------------------------------------------
 
 
-@each_method
+@each_kind
 @pytest.mark.parametrize("factor", [1e7, math.inf])
 def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(
     methods: Methods, method: str, factor: float
@@ -132,7 +143,7 @@ def test_one_example_moves_the_released_sum_by_at_most_the_clip_norm(
     assert float(sums[0].norm()) > 0.01 * CLIP
 
 
-@each_method
+@each_kind
 def test_noise_has_its_standard_deviation(methods: Methods, method: str) -> None:
     training = begun(methods(method, noise_multiplier=1.3, max_steps=4000))
     drawn: list[Tensor] = []
@@ -168,7 +179,7 @@ def easy(num: int = 60) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-@each_method
+@each_kind
 def test_gets_somewhere_on_an_easy_problem(methods: Methods, method: str) -> None:
     more = {"train_dataset": easy(), "eval_dataset": easy(), "data_collator": collate}
     given: dict[str, Any] = {"num_directions": 16} if method == "dpzero" else {}
@@ -199,7 +210,7 @@ def steps(trainer: DPGrapeTrainer, first: int, num: int) -> None:
         trainer.private_training.step(batch)
 
 
-@each_method
+@each_kind
 def test_a_resumed_run_is_an_unbroken_one(methods: Methods, method: str) -> None:
     """Bit for bit, from what is on disk, when the secret source goes on where it stood."""
     whole = methods(method, update_proj_gap=3)
@@ -229,7 +240,7 @@ def test_a_resumed_run_is_an_unbroken_one(methods: Methods, method: str) -> None
     assert moved > 0
 
 
-@each_method
+@each_kind
 def test_a_checkpoint_is_resumed_by_the_same_method_alone(
     methods: Methods, tmp_path: Path, method: str
 ) -> None:
