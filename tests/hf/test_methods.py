@@ -157,7 +157,7 @@ def test_noise_has_its_standard_deviation(methods: Methods, method: str) -> None
     assert abs(float(values.mean())) < 4 * want / math.sqrt(len(values))
 
 
-@each_method
+@each_kind
 def test_accounting_is_the_same_for_all(methods: Methods, method: str) -> None:
     trainer, other = methods(method), methods("dp-grape")
     assert trainer.plan == other.plan
@@ -279,7 +279,7 @@ def test_trains_what_it_says(methods: Methods, method: str) -> None:
     assert len(wanted) >= 4
 
 
-@each_method
+@each_kind
 def test_record_and_card_state_the_method(methods: Methods, tmp_path: Path, method: str) -> None:
     trainer = methods(method)
     trainer.train()

@@ -69,7 +69,12 @@ def test_checkpoints_of_two_widths(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("family", "head"),
-    [("bert", TOKENS), ("bert", QA), ("t5", SEQ2SEQ), ("roberta", MASKED)],
+    [
+        ("bert", QA),
+        ("t5", SEQ2SEQ),
+        pytest.param("bert", TOKENS, marks=pytest.mark.slow),
+        pytest.param("roberta", MASKED, marks=pytest.mark.slow),
+    ],
 )
 def test_inputs_of_other_heads(
     family: str, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
