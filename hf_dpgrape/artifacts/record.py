@@ -108,7 +108,7 @@ def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
     trials = [t.get("num_tuning_trials") for t in (before, now)]
     is_private = [t.get("validation_data_is_private") for t in (now, before)]
     chosen = [*before.get("chosen_by_validation_data", []), *now["chosen_by_validation_data"]]
-    dpmup = record.get("dpmup") or earlier.get("dpmup")
+    kept = {name: record.get(name) or earlier.get(name) for name in ("dpmup", "loss")}
     most = max(part.get("owner", {}).get("examples", 1) for part in (record, earlier))
     plan = PrivacyPlan.from_dict(record["plan"])
     units = dict.fromkeys((record["unit_of_privacy"], earlier["unit_of_privacy"]))
@@ -129,7 +129,7 @@ def with_earlier_part(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
         },
         "raw_metrics_were_logged": record["raw_metrics_were_logged"]
         or earlier.get("raw_metrics_were_logged", False),
-        **({"dpmup": dpmup} if dpmup else {}),
+        **{name: value for name, value in kept.items() if value},
     }
 
 

@@ -1,4 +1,4 @@
-"""What evaluations of a private Trainer show beside their metrics: whether one class is all."""
+"""Evaluations of a private Trainer: their loss, and whether one class is all that is predicted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import Trainer
 from hf_dpgrape.hf.class_counts import ClassCounts, OneClass
 from hf_dpgrape.hf.disclosure import Disclosure
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
+from hf_dpgrape.hf.trainers_losses import evaluation_loss, has_own_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,9 @@ class Evaluations:
         """Forgets the evaluations of a run before."""
         self._of_one_class.clear()
 
-    def record(self) -> dict[str, dict[str, Any]]:
-        """What `privacy.json` says: by prefix, evaluations in which one class was predicted."""
-        return dict(self._of_one_class)
+    def record(self) -> dict[str, Any]:
+        """What `privacy.json` says, by prefix; nothing if no evaluation was of one class."""
+        return {"evaluations_of_one_class": dict(self._of_one_class)} if self._of_one_class else {}
 
     @contextmanager
     def of(self, prefix: str) -> Iterator[None]:
@@ -58,14 +59,35 @@ class Evaluations:
             self._counts = None
         self._tell(counts.over_processes().one_class(), prefix)
 
-    def count(self, model: nn.Module, outputs: Any, labels: Any) -> None:
-        """Counts a batch of an evaluation whose labels are classes.
+    def loss(
+        self,
+        usual: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of an evaluation: the mean of the examples' own if it is not the model's.
 
         Args:
-            model: which was evaluated.
-            outputs: what it returned.
-            labels: of the batch.
+            usual: the Trainer's `compute_loss`, whose other arguments follow.
+            model: the model.
+            inputs: of a batch.
+            return_outputs: whether the outputs are wanted, too.
+            num_items_in_batch: over which the usual loss is averaged.
         """
+        labels = inputs.get("labels")
+        if has_own_evaluation(self._trainer):
+            loss, outputs = evaluation_loss(self._trainer, model, inputs)
+        elif return_outputs:
+            loss, outputs = usual(model, inputs, True, num_items_in_batch)
+        else:  # TRL asks for none, and warns who does
+            return usual(model, inputs, False, num_items_in_batch)
+        self._count(model, outputs, labels)
+        return (loss, outputs) if return_outputs else loss
+
+    def _count(self, model: nn.Module, outputs: Any, labels: Any) -> None:
+        """Counts a batch of an evaluation whose labels are classes."""
         if self._counts is None or self._disclosure.is_on_training_set:
             return
         if not labels_are_tokens(head_of(model)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from hf_dpgrape.hf.trainers_losses import losses_of
 from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.mechanism.tensors import matching, newly_initialized, require_matches
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,15 @@ def planned(
         clip_shares=None if width is None else width.rules.clip_shares,
     )
     return Planned(plan=plan, width_transfer=width)
+
+
+def say_processes(args: DPGrapeTrainingArguments) -> None:
+    """Says how many processes train: `accelerate launch` may start fewer than it was asked for."""
+    logger.info(
+        "Training in %d process(es), which draw an expected batch of %d together.",
+        args.world_size,
+        args.expected_batch_size,
+    )
 
 
 def _refuse_idle_weights(args: DPGrapeTrainingArguments, model: nn.Module) -> None:

@@ -29,14 +29,20 @@ from hf_dpgrape.hf.little_signal import warn_of_little_signal
 from hf_dpgrape.hf.methods import prepared, with_prepared_model
 from hf_dpgrape.hf.own_loss import named_outputs
 from hf_dpgrape.hf.pairs import SyntheticPairs, pair_loss_of
-from hf_dpgrape.hf.planning import Planned, head_tensors, planned, refuse_other_arguments
+from hf_dpgrape.hf.planning import (
+    Planned,
+    head_tensors,
+    planned,
+    refuse_other_arguments,
+    say_processes,
+)
 from hf_dpgrape.hf.publishing import Publisher
 from hf_dpgrape.hf.refusals import refuse_bypasses, refuse_other_order
 from hf_dpgrape.hf.resuming import already_spent, refuse_other_groups, resumed, run_facts
 from hf_dpgrape.hf.task_losses import head_of, labels_are_tokens
 from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
 from hf_dpgrape.hf.trainer_part import TrainerPart
-from hf_dpgrape.hf.trainers_losses import evaluation_loss, has_own_evaluation, trainers_losses
+from hf_dpgrape.hf.trainers_losses import trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
@@ -201,11 +207,7 @@ class DPGrapeMixin(TrainerPart):
         self._evaluations.begin_run()
         self.control.should_training_stop = self.control.should_epoch_stop = False
         self._choices().warn_of_validation()
-        logger.info(
-            "Training in %d process(es), which draw an expected batch of %d together.",
-            self.args.world_size,
-            self.get_total_train_batch_size(self.args),
-        )
+        say_processes(self.args)
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:  # whoever interrupts a run may have seen its results
@@ -265,22 +267,10 @@ class DPGrapeMixin(TrainerPart):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The loss of an evaluation: the mean of the examples' own if it is not the model's."""
-        labels = inputs.get("labels")
-        if has_own_evaluation(self):
-            loss, outputs = evaluation_loss(self, model, inputs)
-        elif return_outputs:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        else:  # TRL asks for none, and warns who does
-            return super().compute_loss(model, inputs, False, num_items_in_batch)
-        self._evaluations.count(model, outputs, labels)
-        return (loss, outputs) if return_outputs else loss
+        return self._evaluations.loss(super().compute_loss, model, inputs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; outputs have names, as in training, whatever the configuration says."""
@@ -383,9 +373,7 @@ class DPGrapeMixin(TrainerPart):
         record = self._run.record(
             self._told_ledger(), self.args, self._choices(), self._disclosure, self._recorded
         )
-        found = self._evaluations.record()
-        told = {"evaluations_of_one_class": found} if found else {}
-        return {**record, **told}
+        return {**record, **self._evaluations.record()}
 
     def save_privacy_record(self, folder: str | Path) -> None:
         """Writes `privacy.json` beside weights that the model itself has saved there.

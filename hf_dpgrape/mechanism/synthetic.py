@@ -248,7 +248,7 @@ def _num_tokens(model: nn.Module) -> int:
     get: Callable[[], Any] | None = getattr(model, "get_input_embeddings", None)
     try:
         table = get() if get is not None else None
-    except (NotImplementedError, AttributeError):
+    except (NotImplementedError, AttributeError):  # transformers' answers where there is none
         table = None
     if isinstance(table, nn.Embedding):  # some have a row more than there are tokens
         known = getattr(getattr(model, "config", None), "vocab_size", None)

@@ -159,6 +159,14 @@ def test_what_an_owner_of_several_examples_spends() -> None:
     assert with_earlier_part(now, before)["owner"]["examples"] == 5
 
 
+def test_class_weights_of_the_part_before_stay_on_the_record() -> None:
+    now = {**record(), "tuning": {"chosen_by_validation_data": []}}
+    loss = {"class_weights": [0.5, 2.0], "label_smoothing_factor": 0.0}
+    told = with_earlier_part(now, {**record(), "loss": loss})
+    assert told["loss"] == loss and "a count of training labels is not covered" in card(told)
+    assert "loss" not in with_earlier_part(now, record())
+
+
 def test_width_transfer() -> None:
     dpmup = {"base_model": "tiny", "optimizer": "muon", "proxy_noise_multiplier": 0.40625}
     text = card({**record(), "dpmup": dpmup})
