@@ -43,3 +43,11 @@ def test_step_time_by_either_capture() -> None:
         words = ("--shape", "roberta-tiny", "--batch_size", "2", "--length", "8", "--pairs", "1")
         _, figures = run("step_time.py", *words, "--capture", capture)
         assert figures["capture"] == capture and figures["ratio"] > 0
+
+
+def test_little_signal() -> None:
+    _, figures = run("little_signal.py", "--small")
+    assert len(figures["rows"]) == 4
+    first = figures["rows"][0]  # with next to no signal
+    assert first["signal"] < 10 and first["accuracy"] < 0.6
+    assert figures["summary"]["little signal"]["far"] == first["accuracy"]

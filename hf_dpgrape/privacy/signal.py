@@ -11,12 +11,12 @@ prediction looks along those that its example shares with others. What a task ha
 how far its examples agree: from a twentieth to a quarter of C in the runs below.
 
 `LEAST_SIGNAL` and `LEAST_REACH` are from 130 settings of small runs, two seeds each, which
-`benchmarks/little_signal.py` repeats: two balanced
-classes, far apart or near, a linear head (514 or 1,538 weights) or one of two layers (9,506), Adam
-under automatic clipping, batches from 8 to 256, 60 to 900 steps. Their accuracy, classes near and
-far apart: with a signal of 30 at most .55 and .75; with 300 .55 to .73 and .69 to .98 at the best
-rate; with a reach below 1 at most .55 and .78, whatever the signal. So below either expect the
-majority class, or next to nothing more; above, nothing is promised.
+`benchmarks/little_signal.py` repeats: two balanced classes, far apart or near, a linear head (514
+or 1,538 weights) or one of two layers (9,506), Adam under automatic clipping, batches from 8 to
+256, 60 to 900 steps. Their accuracy, classes near and far apart: with a signal of 30 at most .55
+and .75; with 300 .55 to .73 and .69 to .98 at the best rate; with a reach below 1 at most .55 and
+.78, whatever the signal. So below either expect the majority class, or next to nothing more; above,
+nothing is promised.
 """
 
 from __future__ import annotations
