@@ -115,21 +115,27 @@ class Taken:
 
 def deviations(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
     """Deviation per tensor, relative to the norm of the whole gradient that is wanted."""
-    gaps = {
-        name: got[name].float() - want[name].float().view_as(got[name])
-        if name in got and name in want
-        else (got[name] if name in got else want[name]).float()
-        for name in {**got, **want}
-    }
-    total = max(math.hypot(*_norms(want.values())), 1e-30)
-    sizes = zip(gaps, _norms(gaps.values()), strict=True)
-    return {name: gap / total if gap == gap else math.inf for name, gap in sizes}
+    # One difference exists at a time; all norms are read at once.
+    names = list({**got, **want})
+    norms = [_norm(want[name]) for name in want] + [_gap(got, want, name) for name in names]
+    if not norms:
+        return {}
+    sizes = torch.stack(norms).tolist()
+    total = max(math.hypot(*sizes[: len(want)]), 1e-30)
+    gaps = zip(names, sizes[len(want) :], strict=True)
+    return {name: gap / total if gap == gap else math.inf for name, gap in gaps}
 
 
-def _norms(tensors: Iterable[Tensor]) -> list[float]:
-    """Norms of some tensors, read at once."""
-    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensors]
-    return [float(norm) for norm in torch.stack(norms).tolist()] if norms else []
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor.float())
+    return norm
+
+
+def _gap(got: Mapping[str, Tensor], want: Mapping[str, Tensor], name: str) -> Tensor:
+    """Norm of one tensor's difference; what is missing counts as zero."""
+    if name in got and name in want:
+        return _norm(got[name].float() - want[name].float().view_as(got[name]))
+    return _norm(got[name] if name in got else want[name])
 
 
 def prepared(make: Batch, batches: Iterable[Sequence[int]]) -> Batch:
@@ -178,18 +184,23 @@ class Rehearser:
                 problems = foreign_draws(functools.partial(self._losses, batch([0])))
                 if not problems:
                     layouts, problems = self.layouts_for(batch)
+                if not problems:
+                    together, problems = self._compared(batch, layouts, is_first=first is None)
                 if problems:
                     return Rehearsal(self._sites, layouts, problems, self._errors)
-                together = self._batched(batch, _TOGETHER, layouts, places=_COMPARED)
-                if first is None:
-                    first = together, layouts
-                    problems = self._between_samples(batch, together, layouts)
-                problems = problems or self._differences(batch, together, layouts)
-                if problems:
-                    return Rehearsal(self._sites, layouts, problems, self._errors)
+                first = first or (together, layouts)
+                del together  # gradients of large models, of one shape at a time
             assert first is not None
             problems = self._memory(prepared(batches[0], [_TOGETHER]), *first) or moved_buffers()
         return Rehearsal(self._sites, layouts, problems, self._errors)
+
+    def _compared(
+        self, batch: Batch, layouts: Layouts, *, is_first: bool
+    ) -> tuple[Taken, dict[str, str]]:
+        """What one shape's batch gives, and what is wrong with it."""
+        together = self._batched(batch, _TOGETHER, layouts, places=_COMPARED)
+        problems = self._between_samples(batch, together, layouts) if is_first else {}
+        return together, problems or self._differences(batch, together, layouts)
 
     def layouts_at(self, batch: Batch) -> tuple[dict[str, Layout], dict[str, str]]:
         """Layouts at one more shape, and what cannot be trained at it."""
@@ -243,7 +254,11 @@ class Rehearser:
         with Draws(self._model, "mean"):
             losses, gradients = self._recorded(batch, samples, layouts)
         names = list(gradients)
-        taken = {i: {name: gradients.of_sample(name, i) for name in names} for i in places}
+        # Kept as precisely as the model computes, which is half of float32 where that counts.
+        taken = {
+            i: {name: gradients.of_sample(name, i).to(self._dtype) for name in names}
+            for i in places
+        }
         return Taken(losses, taken)
 
     def _recorded(

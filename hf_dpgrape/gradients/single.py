@@ -2,7 +2,8 @@
 
 With one sample in the batch, the batch's gradient is the sample's: nothing has to be known of the
 model. Each tensor's gradient is projected as soon as it is complete, and freed, so that one
-gradient of full size exists at a time. A tensor that is used several times is complete once.
+gradient of full size exists at a time. A tensor that is used several times is complete once. A tied
+tensor has a leaf of its own at each of its places, lest autograd sum them up in full size.
 
 Why a batch of one keeps the guarantee. A private step needs, for each sample, a vector that is a
 (random) function of that sample, the weights and public numbers alone; its norm is then bounded.
@@ -23,6 +24,7 @@ Draws that a batch shares are one sample's own here, as is a loss that averages 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,6 +35,9 @@ from torch import Tensor, nn
 from hf_dpgrape.gradients.forms import Dense, PerSampleGradients, WhenComplete
 from hf_dpgrape.gradients.recorder import unmoved_buffers
 from hf_dpgrape.gradients.rules import Projector
+
+#: A tensor's canonical name, and at which of the places where it hangs.
+Leaf = tuple[str, int]
 
 
 @contextmanager
@@ -46,18 +51,21 @@ def single_gradients(
     Args:
         model: the model.
         projectors: how each tensor is projected, by canonical name; others are frozen meanwhile.
-        num_passes: counts, by name, how often backward comes to a tensor.
+        num_passes: counts, by name, how often backward comes to a tensor at one of its places.
 
     Yields:
         Name -> projected gradient, filled while backward runs; tensors that the loss does not
         depend on are missing.
     """
     found: dict[str, Tensor] = {}
+    passes: Counter[Leaf] = Counter()
 
-    def take(name: str, gradient: Tensor) -> None:
+    def take(leaf: Leaf, gradient: Tensor) -> None:
+        name, _ = leaf
         found[name] = found[name] + gradient if name in found else gradient
+        passes[leaf] += 1
         if num_passes is not None:
-            num_passes[name] = num_passes.get(name, 0) + 1
+            num_passes[name] = max(passes[leaf], num_passes.get(name, 0))
 
     with _taken(model, projectors, take):
         yield found
@@ -73,9 +81,9 @@ class SingleRecorder:
         model: the model.
         projectors: how each tensor is projected, by canonical name; others are frozen while a
             recording is on.
-        num_passes: how often backward came to each tensor when the model was rehearsed: several
-            times where checkpointed parts that share it run backward passes of their own. No
-            tensor is then reported complete before the end of the block.
+        num_passes: how often backward came to each tensor at one place when the model was
+            rehearsed: several times where checkpointed parts that share it run backward passes of
+            their own. No tensor is then reported complete before the end of the block.
     """
 
     def __init__(
@@ -117,11 +125,15 @@ class SingleRecorder:
         if self._recording:
             raise RuntimeError("A recording is on already; recordings do not nest.")
         projectors = {n: p for n, p in self._projectors.items() if names is None or n in names}
+        places = _places(self._model)
         gradients = PerSampleGradients(
-            1, num_uses=dict.fromkeys(projectors, 1), when_complete=when_complete
+            1,
+            num_uses={name: len(places[name]) for name in projectors},
+            when_complete=when_complete,
         )
 
-        def take(name: str, gradient: Tensor) -> None:
+        def take(leaf: Leaf, gradient: Tensor) -> None:
+            name, _ = leaf
             gradients.add(name, Dense(gradient[None]))
             if self._completes_early:
                 gradients.use_is_done(name)
@@ -134,27 +146,52 @@ class SingleRecorder:
             self._recording = False
 
 
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each tensor hangs: canonical name -> module and local name, the first place first."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[names[parameter]].append((module, local))
+    return places
+
+
+@contextmanager
+def _own_leaf(module: nn.Module, local: str, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
+    """Hangs a leaf with the same memory in this place of a tied tensor."""
+    leaf = nn.Parameter(parameter.detach())
+    setattr(module, local, leaf)
+    try:
+        yield leaf
+    finally:
+        setattr(module, local, parameter)
+
+
 @contextmanager
 def _taken(
-    model: nn.Module, projectors: Mapping[str, Projector], take: Callable[[str, Tensor], None]
+    model: nn.Module, projectors: Mapping[str, Projector], take: Callable[[Leaf, Tensor], None]
 ) -> Iterator[None]:
-    """Hands each tensor's projected gradient on when backward completes it, and frees it."""
+    """Hands each leaf's projected gradient on when backward completes it, and frees it."""
 
-    # Called once all uses of a tensor in this backward pass are summed up by autograd.
-    def on_complete(name: str, parameter: Tensor) -> None:
+    # Called once all uses of a leaf in this backward pass are summed up by autograd.
+    def on_complete(leaf: Leaf, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        take(name, projectors[name].on_gradient(gradient[None])[0])
+        take(leaf, projectors[leaf[0]].on_gradient(gradient[None])[0])
 
     flags = [(name, p, p.requires_grad, p.grad) for name, p in model.named_parameters()]
+    places = _places(model)
     try:
         with ExitStack() as stack:
             for name, parameter, _, _ in flags:
                 parameter.requires_grad_(name in projectors)
                 parameter.grad = None
-                if name in projectors:
-                    hook = functools.partial(on_complete, name)
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                if name not in projectors:
+                    continue
+                ties = [_own_leaf(*place, parameter) for place in places[name][1:]]
+                for i, leaf in enumerate([parameter, *map(stack.enter_context, ties)]):
+                    hook = functools.partial(on_complete, (name, i))
+                    handle = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     stack.callback(handle.remove)
             # One thread, so that what watches this one also sees backward, and no two tensors are
             # taken at once.

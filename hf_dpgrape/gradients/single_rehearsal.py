@@ -91,15 +91,22 @@ class SingleRehearser:
 
     def _state(self, made: Sequence[Batch]) -> dict[str, str]:
         """Whether a sample that comes back gives something else, and whether any gives anything."""
-        taken = [self._taken(batch([number])) for batch in made for number in _SAMPLES]
-        gradients = [g for one in taken for g in one.gradients[0].values()]
-        if not any(bool(g.any()) for g in gradients):
+        first: Taken | None = None
+        has_gradient = False
+        for batch in made:
+            for number in _SAMPLES:
+                taken = self._taken(batch([number]))
+                has_gradient |= any(bool(g.any()) for g in taken.gradients[0].values())
+                first = first or taken
+                del taken  # gradients of large models, of one sample at a time
+        if not has_gradient:
             return {
                 "": "its loss has no gradient for one example alone (a loss over pairs of "
                 "examples, as contrastive ones, has none)"
             }
         again = self._taken(made[0]([_SAMPLES[0]]))
-        if taken[0].distance(again, 0) <= repetition_tolerance(self._model):
+        assert first is not None
+        if first.distance(again, 0) <= repetition_tolerance(self._model):
             return {}
         return {"": "what it computes of an example depends on the examples before"}
 

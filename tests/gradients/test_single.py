@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hf_dpgrape.gradients.forms import PerSampleGradients
 from hf_dpgrape.gradients.rehearsal import CONSTANT, PADDED
-from hf_dpgrape.gradients.single import SingleRecorder
+from hf_dpgrape.gradients.single import SingleRecorder, single_gradients
 from hf_dpgrape.gradients.single_rehearsal import SingleRehearser
 from hf_dpgrape.mechanism.private_step import ClippedSum
 from hf_dpgrape.mechanism.tensors import make_projections
@@ -394,3 +394,28 @@ def test_a_contrastive_loss_is_refused() -> None:
     rehearser = SingleRehearser(model, projections_of(model, 0), losses)
     found = rehearser([lambda samples: torch.stack([torch.arange(4) + n for n in samples])])
     assert "pairs of examples" in found.problems[""]
+
+
+def test_each_place_of_a_tied_tensor_is_projected_on_its_own_and_tied_again_afterwards() -> None:
+    """No gradient of full size waits for another, and an error leaves the model as it was."""
+    model = made("olmoe, tied")
+    tied = "model.embed_tokens.weight"
+    projections = make_projections(model, rank=4, scale="1/sqrt(r)", seed=0, head=frozenset())
+    seen: list[Tensor] = []
+    whole = projections[tied].on_gradient
+
+    def on_gradient(gradient: Tensor) -> Tensor:
+        seen.append(gradient[0].clone())
+        return whole(gradient)
+
+    projections[tied].on_gradient = on_gradient  # type: ignore[method-assign]
+    with pytest.raises(KeyError), single_gradients(model, projections) as found:
+        model(**example_of(model)).loss.backward()
+        raise KeyError
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
+    model(**example_of(model)).loss.backward()
+    full = dict(model.named_parameters())[tied].grad
+    assert full is not None
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[0] + seen[1], full)
+    torch.testing.assert_close(found[tied], whole(full[None])[0])
