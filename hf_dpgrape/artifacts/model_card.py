@@ -51,10 +51,12 @@ _LIMITS = (
     "Nothing is claimed about validation data: metrics on it, and choices made by them, are not "
     "covered by epsilon.",
     "Epsilon is that of this one run. Tuning runs on the same data spend their own.",
-    "The number of training examples is treated as public.",
-    "Whatever was done to the data before training (a tokenizer or a vocabulary made from it, "
-    "selection, near duplicates) is not covered. One person's several examples are protected less.",
     "Floating-point and timing side channels are not covered.",
+)
+
+_BEFORE = (
+    "Whatever was done to the data before training (a tokenizer or a vocabulary made from it, "
+    "selection, near duplicates) is not covered."
 )
 
 _NOT_STATED = "not stated"
@@ -100,15 +102,18 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
         ("steps", _steps(record)),
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
-        ("clip norm per example", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
+        (f"clip norm per {_one(record)}", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
         ("clip groups", _clip_groups(plan["clip_shares"])),
         *_loss(record),
         *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
-        ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
+        (
+            f"{_one(record)}s, expected batch",
+            f"{plan['num_examples']}, {plan['expected_batch_size']}",
+        ),
         ("processes", str(record.get("num_processes", _NOT_STATED))),
         ("projection", _projection(record)),
-        *_capture(record["projection"]),
+        *_capture(record),
         ("randomness of noise and sampling", record["projection"]["randomness"]),
         ("versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())),
     ]
@@ -204,12 +209,15 @@ def _projection(record: Mapping[str, Any]) -> str:
     )
 
 
-def _capture(projection: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _capture(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """How per-sample gradients were taken; nothing where the record does not say."""
-    if "capture" not in projection:
+    if "capture" not in record["projection"]:
         return []
-    is_single = projection["capture"] == "single"
+    is_single = record["projection"]["capture"] == "single"
     how = "one example at a time" if is_single else "from batches, exactly for each example"
+    if _has_units(record):
+        row = "one row at a time" if is_single else "from batches of one unit's rows"
+        how = f"{row}; the mean over a unit's rows is clipped"
     return [("gradients taken", how)]
 
 
@@ -265,6 +273,36 @@ def _of_one_class(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _has_units(record: Mapping[str, Any]) -> bool:
+    """Whether units of several rows were drawn, rather than rows."""
+    return record["plan"].get("privacy_unit_column") is not None
+
+
+def _one(record: Mapping[str, Any]) -> str:
+    """What is drawn and clipped as a whole."""
+    return "unit" if _has_units(record) else "example"
+
+
+def _each(record: Mapping[str, Any]) -> str:
+    """For whom epsilon holds."""
+    if not _has_units(record):
+        return "each example"
+    return f"each value of column `{record['plan']['privacy_unit_column']}` with all of its rows"
+
+
+def _limits_of_kind(record: Mapping[str, Any]) -> list[str]:
+    """What is not guaranteed where rows are protected, or units."""
+    if not _has_units(record):
+        return [
+            "The number of training examples is treated as public.",
+            f"{_BEFORE} One person's several examples are protected less.",
+        ]
+    return [
+        "The number of units is treated as public.",
+        f"{_BEFORE} Who is found under several values of the column is protected less.",
+    ]
+
+
 def _is_private(record: Mapping[str, Any]) -> bool:
     fixed = "NOT PRIVATE" in record["projection"]["randomness"]
     return record["epsilon"] is not None and not fixed
@@ -299,10 +337,10 @@ def _summary(record: Mapping[str, Any]) -> str:
     budget = f"(epsilon {_shown(record['epsilon'])}, delta {record['target_delta']:g})"
     if warnings := _budget_warnings(record):
         return (
-            f"Trained by the private mechanism of hf_dpgrape, but with {budget} for each example: "
-            f"**{' '.join(warnings)}**"
+            f"Trained by the private mechanism of hf_dpgrape, but with {budget} for "
+            f"{_each(record)}: **{' '.join(warnings)}**"
         )
-    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for each example."
+    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for {_each(record)}."
 
 
 def render_card(
@@ -344,7 +382,7 @@ def render_card(
         facts=privacy_facts(record),
         tuning=tuning_facts(record),
         dpmup=_dpmup_facts(record),
-        limits=[*_limits_of(record), *_LIMITS, *limits],
+        limits=[*_limits_of(record), *_LIMITS, *_limits_of_kind(record), *limits],
         results=[*((n, f"{v:.4g}") for n, v in metrics.items()), *_of_one_class(record)],
     )
     return card

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: File name of the record, in every checkpoint and in the output folder.
 RECORD_NAME = "privacy.json"
 
+#: What the guarantee protects as a whole, if nothing else is said.
+ONE_ROW = "one row of the training set"
+
 #: Where noise and sampling came from.
 SECRET, FIXED = "generators seeded by the operating system", "FIXED TEST SEED: NOT PRIVATE"
 
@@ -33,7 +36,7 @@ def privacy_record(
     steps_counted: int | None = None,
     counted_because: Sequence[str] = (),
     optimizer: Mapping[str, Any] | None = None,
-    example_unit: str = "one row of the training set",
+    example_unit: str = ONE_ROW,
     examples_per_unit: int = 1,
     num_processes: int = 1,
     tuning: Mapping[str, Any] | None = None,
@@ -53,7 +56,7 @@ def privacy_record(
             on the last step or on the one that is kept, all planned steps count.
         counted_because: why all planned steps count.
         optimizer: what the optimizer's state depends on beside the projection.
-        example_unit: what one example is, in words.
+        example_unit: what one example, or one unit, is, in words.
         examples_per_unit: most examples that one owner has; above 1 their epsilon is told, too.
         num_processes: how many processes trained together.
         tuning: other runs, and choices by validation data.
@@ -70,9 +73,9 @@ def privacy_record(
         "epsilon_by_accountant": {
             name: finite(plan.epsilon(counted, name)) for name in plan.sampling.accountants
         },
-        "unit_of_privacy": example_unit,
+        "unit_of_privacy": unit_of_privacy(plan, example_unit),
         **_owner(plan, counted, examples_per_unit),
-        "sampling": plan.sampling.describe(),
+        "sampling": plan.sampling.describe(plan.drawn),
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
         **({"method": dict(method)} if method else {}),
@@ -84,6 +87,22 @@ def privacy_record(
         **({"dpmup": dict(dpmup)} if dpmup else {}),
         "versions": {name: version(name) for name in _PACKAGES},
     }
+
+
+def unit_of_privacy(plan: PrivacyPlan, example_unit: str = ONE_ROW) -> str:
+    """What the guarantee protects as a whole, in words.
+
+    Args:
+        plan: of the run.
+        example_unit: what one example, or one unit, is, as the user says.
+    """
+    if plan.privacy_unit_column is None:
+        return example_unit
+    text = (
+        f"one value of column `{plan.privacy_unit_column}` (its rows, at most "
+        f"{plan.max_rows_per_unit} of them per step, clipped together)"
+    )
+    return text if example_unit == ONE_ROW else f"{example_unit}: {text}"
 
 
 def _owner(plan: PrivacyPlan, steps_counted: int, examples_per_unit: int) -> dict[str, Any]:

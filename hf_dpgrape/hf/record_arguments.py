@@ -26,8 +26,9 @@ class RecordArguments:
     example_unit: str = field(
         default="one row of the training set",
         metadata={
-            "help": "What one example is, for the record and the card: whatever the guarantee "
-            "protects as a whole, as `one e-mail`. Text only; it changes nothing in the training."
+            "help": "What one example (or unit) is, for the record and the card: whatever the "
+            "guarantee protects as a whole, as `one e-mail`. Text only; it changes nothing in the "
+            "training."
         },
     )
     examples_per_unit: int = field(
