@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_dpgrape.artifacts.unit_words import each, has_units, limits_of, one
 from hf_dpgrape.privacy.plan import LOSS, budget_warnings
 
 _TEMPLATE = """\
@@ -54,11 +55,6 @@ _LIMITS = (
     "Floating-point and timing side channels are not covered.",
 )
 
-_BEFORE = (
-    "Whatever was done to the data before training (a tokenizer or a vocabulary made from it, "
-    "selection, near duplicates) is not covered."
-)
-
 _NOT_STATED = "not stated"
 
 #: How many names a row of the card shows.
@@ -102,13 +98,13 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
         ("steps", _steps(record)),
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
-        (f"clip norm per {_one(record)}", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
+        (f"clip norm per {one(record)}", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
         ("clip groups", _clip_groups(plan["clip_shares"])),
         *_loss(record),
         *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
         (
-            f"{_one(record)}s, expected batch",
+            f"{one(record)}s, expected batch",
             f"{plan['num_examples']}, {plan['expected_batch_size']}",
         ),
         ("processes", str(record.get("num_processes", _NOT_STATED))),
@@ -215,7 +211,7 @@ def _capture(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     is_single = record["projection"]["capture"] == "single"
     how = "one example at a time" if is_single else "from batches, exactly for each example"
-    if _has_units(record):
+    if has_units(record):
         row = "one row at a time" if is_single else "from batches of one unit's rows"
         how = f"{row}; the mean over a unit's rows is clipped"
     return [("gradients taken", how)]
@@ -273,36 +269,6 @@ def _of_one_class(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _has_units(record: Mapping[str, Any]) -> bool:
-    """Whether units of several rows were drawn, rather than rows."""
-    return record["plan"].get("privacy_unit_column") is not None
-
-
-def _one(record: Mapping[str, Any]) -> str:
-    """What is drawn and clipped as a whole."""
-    return "unit" if _has_units(record) else "example"
-
-
-def _each(record: Mapping[str, Any]) -> str:
-    """For whom epsilon holds."""
-    if not _has_units(record):
-        return "each example"
-    return f"each value of column `{record['plan']['privacy_unit_column']}` with all of its rows"
-
-
-def _limits_of_kind(record: Mapping[str, Any]) -> list[str]:
-    """What is not guaranteed where rows are protected, or units."""
-    if not _has_units(record):
-        return [
-            "The number of training examples is treated as public.",
-            f"{_BEFORE} One person's several examples are protected less.",
-        ]
-    return [
-        "The number of units is treated as public.",
-        f"{_BEFORE} Who is found under several values of the column is protected less.",
-    ]
-
-
 def _is_private(record: Mapping[str, Any]) -> bool:
     fixed = "NOT PRIVATE" in record["projection"]["randomness"]
     return record["epsilon"] is not None and not fixed
@@ -338,9 +304,9 @@ def _summary(record: Mapping[str, Any]) -> str:
     if warnings := _budget_warnings(record):
         return (
             f"Trained by the private mechanism of hf_dpgrape, but with {budget} for "
-            f"{_each(record)}: **{' '.join(warnings)}**"
+            f"{each(record)}: **{' '.join(warnings)}**"
         )
-    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for {_each(record)}."
+    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for {each(record)}."
 
 
 def render_card(
@@ -382,7 +348,7 @@ def render_card(
         facts=privacy_facts(record),
         tuning=tuning_facts(record),
         dpmup=_dpmup_facts(record),
-        limits=[*_limits_of(record), *_LIMITS, *_limits_of_kind(record), *limits],
+        limits=[*_limits_of(record), *_LIMITS, *limits_of(record), *limits],
         results=[*((n, f"{v:.4g}") for n, v in metrics.items()), *_of_one_class(record)],
     )
     return card

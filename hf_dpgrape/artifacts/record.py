@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dpgrape.artifacts.unit_words import ONE_ROW, unit_of_privacy
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 #: File name of the record, in every checkpoint and in the output folder.
 RECORD_NAME = "privacy.json"
-
-#: What the guarantee protects as a whole, if nothing else is said.
-ONE_ROW = "one row of the training set"
 
 #: Where noise and sampling came from.
 SECRET, FIXED = "generators seeded by the operating system", "FIXED TEST SEED: NOT PRIVATE"
@@ -87,22 +85,6 @@ def privacy_record(
         **({"dpmup": dict(dpmup)} if dpmup else {}),
         "versions": {name: version(name) for name in _PACKAGES},
     }
-
-
-def unit_of_privacy(plan: PrivacyPlan, example_unit: str = ONE_ROW) -> str:
-    """What the guarantee protects as a whole, in words.
-
-    Args:
-        plan: of the run.
-        example_unit: what one example, or one unit, is, as the user says.
-    """
-    if plan.privacy_unit_column is None:
-        return example_unit
-    text = (
-        f"one value of column `{plan.privacy_unit_column}` (its rows, at most "
-        f"{plan.max_rows_per_unit} of them per step, clipped together)"
-    )
-    return text if example_unit == ONE_ROW else f"{example_unit}: {text}"
 
 
 def _owner(plan: PrivacyPlan, steps_counted: int, examples_per_unit: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hf_dpgrape.artifacts.record import finite, unit_of_privacy
+from hf_dpgrape.artifacts.record import finite
+from hf_dpgrape.artifacts.unit_words import unit_of_privacy
 from hf_dpgrape.privacy.plan import PrivacyPlan, planned_steps, steps_per_epoch
 from hf_dpgrape.privacy.sampling.base import Accountant
 from hf_dpgrape.privacy.unit import DEFAULT_ROWS_PER_UNIT, drawn_by

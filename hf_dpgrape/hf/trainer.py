@@ -45,7 +45,7 @@ from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
-from hf_dpgrape.mechanism.private_step import LogicalBatch, PhysicalBatch, UnitBatch
+from hf_dpgrape.mechanism.private_step import LogicalBatch
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.privacy.ledger import RunLedger
@@ -142,7 +142,7 @@ class DPGrapeMixin(TrainerPart):
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
 
-    def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch] | list[UnitBatch]]:
+    def get_train_dataloader(self) -> DataLoader[LogicalBatch]:
         """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
         assert self._ledger is not None

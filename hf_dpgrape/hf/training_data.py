@@ -9,7 +9,7 @@ from transformers import Trainer
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.input_limits import longest_input
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
-from hf_dpgrape.mechanism.private_step import PhysicalBatch, UnitBatch
+from hf_dpgrape.mechanism.private_step import LogicalBatch
 from hf_dpgrape.mechanism.units import Units
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
@@ -56,7 +56,7 @@ def training_data(
 
 def planned_loader(
     batches: LogicalBatches, plan: PrivacyPlan, args: DPGrapeTrainingArguments
-) -> DataLoader[list[PhysicalBatch] | list[UnitBatch]]:
+) -> DataLoader[LogicalBatch]:
     """One epoch of logical batches, by the workers that the arguments ask for.
 
     Args:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from hf_dpgrape.mechanism.collation import AloneCollator
 from hf_dpgrape.mechanism.own_generators import refuse_own_generators
-from hf_dpgrape.mechanism.private_step import PhysicalBatch, UnitBatch
+from hf_dpgrape.mechanism.private_step import LogicalBatch, PhysicalBatch, UnitBatch
 from hf_dpgrape.mechanism.units import Units, refuse_other_units
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
@@ -40,7 +40,7 @@ class TrainingData(TypedDict):
     units: Units | None
 
 
-class LogicalBatches(Dataset[list[PhysicalBatch] | list[UnitBatch]]):
+class LogicalBatches(Dataset[LogicalBatch]):
     """Maps the indices of a logical batch, none included, to its physical batches.
 
     With `units` the indices are those of units. Each becomes a `UnitBatch` of physical batches that
@@ -105,7 +105,7 @@ class LogicalBatches(Dataset[list[PhysicalBatch] | list[UnitBatch]]):
         """Number of examples, or of units, as the Trainer's bookkeeping expects."""
         return len(self.examples if self._units is None else self._units)
 
-    def __getitem__(self, indices: Sequence[int]) -> list[PhysicalBatch] | list[UnitBatch]:
+    def __getitem__(self, indices: Sequence[int]) -> LogicalBatch:
         """The physical batches of the examples at these indices, or the units there."""
         reseed_global_(self._source)
         key = self._source.key()
@@ -139,13 +139,13 @@ class LogicalBatches(Dataset[list[PhysicalBatch] | list[UnitBatch]]):
         for group in groups.values():
             yield from (group[i : i + self._size] for i in range(0, len(group), self._size))
 
-    def __getitems__(self, indices: Sequence[int]) -> list[PhysicalBatch] | list[UnitBatch]:
+    def __getitems__(self, indices: Sequence[int]) -> LogicalBatch:
         """As `[indices]`: what a `DataLoader` asks for with a batch of indices, one or none."""
         return self[indices]
 
     def loader(
         self, plan: PrivacyPlan, num_batches: int, **options: Any
-    ) -> DataLoader[list[PhysicalBatch] | list[UnitBatch]]:
+    ) -> DataLoader[LogicalBatch]:
         """Draws logical batches as planned, this process's share of them.
 
         Args:
@@ -178,6 +178,23 @@ class LogicalBatches(Dataset[list[PhysicalBatch] | list[UnitBatch]]):
             )
         # Copied at once, in case the collator returns memory that it fills again.
         return {k: pytree.tree_map_only(Tensor, torch.clone, v) for k, v in inputs.items()}
+
+
+def with_their_draws(batch: LogicalBatch) -> Iterator[PhysicalBatch | UnitBatch]:
+    """Seeds the global generators anew before each physical batch, also of a unit."""
+    for drawn in batch:
+        if isinstance(drawn, UnitBatch):  # lazily: right before the model runs on each part
+            yield drawn._replace(parts=_each_with_its_draws(drawn.parts))
+        else:
+            yield from _each_with_its_draws([drawn])
+
+
+def _each_with_its_draws(batch: Iterable[PhysicalBatch]) -> Iterator[PhysicalBatch]:
+    """Seeds the global generators anew before each physical batch that has seeds of its own."""
+    for part in batch:
+        if part.seeds is not None:
+            reseed_global_(part.seeds)
+        yield part
 
 
 def why_alone(inputs: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ class UnitBatch(NamedTuple):
 
 
 #: What a step draws: physical batches whose samples are clipped one by one, or units.
-LogicalBatch = Iterable[PhysicalBatch | UnitBatch]
+LogicalBatch = list[PhysicalBatch] | list[UnitBatch]
 
 
 class StepLoss(NamedTuple):
@@ -174,7 +174,7 @@ class PrivateStep:
 
     def __call__(
         self,
-        logical_batch: LogicalBatch,
+        logical_batch: Iterable[PhysicalBatch | UnitBatch],
         per_sample_losses: Callable[[Any], Tensor],
     ) -> StepLoss:
         """Sets the stand-ins' `.grad` to the private gradient of the next step.

@@ -6,7 +6,7 @@ rests on is wired here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,14 +18,12 @@ from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
 from hf_dpgrape.mechanism.clip_groups import default_groups, refuse_unplanned_groups
 from hf_dpgrape.mechanism.estimators.base import Made, Setup, SpaceArguments
 from hf_dpgrape.mechanism.estimators.table import BACKWARD, make_estimator
-from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone, with_their_draws
 from hf_dpgrape.mechanism.placement import broadcast_, moved
 from hf_dpgrape.mechanism.private_step import (
     LogicalBatch,
-    PhysicalBatch,
     PrivateStep,
     StepLoss,
-    UnitBatch,
 )
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import (
@@ -39,7 +37,6 @@ from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
     SecretSource,
     global_randomness_restored,
-    reseed_global_,
     secret_global_randomness,
 )
 from hf_dpgrape.subspace.parameters import Moments
@@ -213,7 +210,7 @@ class PrivateTraining:
 
     # ---- A loop of one's own ---------------------------------------------------------------
 
-    def batches(self, *, num_workers: int = 0) -> Iterator[list[PhysicalBatch] | list[UnitBatch]]:
+    def batches(self, *, num_workers: int = 0) -> Iterator[LogicalBatch]:
         """The logical batches of the remaining planned steps, each drawn anew.
 
         Args:
@@ -251,7 +248,7 @@ class PrivateTraining:
         refuse_other_tensors(self.model, self.subspace.weights)
         self.subspace.refresh_(self.ledger.num_releases, self.optimizer)
         with secret_global_randomness(self._source):  # anew: somebody may have set a seed
-            return self._private_step(_with_their_draws(batch), self._losses_of)
+            return self._private_step(with_their_draws(batch), self._losses_of)
 
     @property
     def epsilon(self) -> float:
@@ -385,20 +382,3 @@ class PrivateTraining:
         losses = self._losses
         are_tokens = isinstance(losses, TaskLosses) and losses.labels_are_tokens
         return SyntheticExamples(self.model, structure, labels_are_tokens=are_tokens)
-
-
-def _with_their_draws(batch: LogicalBatch) -> Iterator[PhysicalBatch | UnitBatch]:
-    """Seeds the global generators anew before each physical batch, also of a unit."""
-    for drawn in batch:
-        if isinstance(drawn, UnitBatch):  # lazily: right before the model runs on each part
-            yield drawn._replace(parts=_each_with_its_draws(drawn.parts))
-        else:
-            yield from _each_with_its_draws([drawn])
-
-
-def _each_with_its_draws(batch: Iterable[PhysicalBatch]) -> Iterator[PhysicalBatch]:
-    """Seeds the global generators anew before each physical batch that has seeds of its own."""
-    for part in batch:
-        if part.seeds is not None:
-            reseed_global_(part.seeds)
-        yield part
