@@ -44,6 +44,7 @@ from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
+from hf_dpgrape.hf.units import without_unit
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
 from hf_dpgrape.mechanism.private_step import LogicalBatch
 from hf_dpgrape.mechanism.private_training import PrivateTraining
@@ -295,6 +296,10 @@ class DPGrapeMixin(TrainerPart):
         """As the Trainer's; here a prediction tells on which data it is."""
         self._disclosure.begin_evaluation(test_dataset)
         return super().get_test_dataloader(test_dataset)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As the Trainer's; no model sees the column that tells whose a row is."""
+        return super()._remove_unused_columns(without_unit(dataset, self.args), description)
 
     # ---- Several runs, and continued ones --------------------------------------------------
 

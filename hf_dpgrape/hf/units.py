@@ -29,6 +29,17 @@ def units_of(args: UnitArguments, train_dataset: Any) -> Units | None:
     return Units.of(_values(train_dataset, column), column=column, max_rows=max_rows)
 
 
+def without_unit(dataset: Any, args: UnitArguments) -> Any:
+    """A `datasets.Dataset` without the column of units, if it has it; others as they are.
+
+    Args:
+        dataset: to train or to evaluate on.
+        args: the arguments.
+    """
+    column, names = args.privacy_unit_column, getattr(dataset, "column_names", None) or ()
+    return dataset.remove_columns(column) if column is not None and column in names else dataset
+
+
 def _values(train_dataset: Any, column: str) -> Iterable[Any]:
     """The column's value in each row."""
     if hasattr(train_dataset, "select_columns") and hasattr(train_dataset, "column_names"):
