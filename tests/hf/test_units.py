@@ -67,8 +67,9 @@ def test_the_plan_is_that_of_so_many_units(make_trainer: MakeTrainer) -> None:
     assert plan.epsilon(accountant="rdp") == plain.epsilon(accountant="rdp")
 
 
-@pytest.mark.parametrize("kind", ["table", "transform", "rows"])
-@pytest.mark.parametrize("remove_unused_columns", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "remove_unused_columns"), [("table", False), ("transform", False), ("rows", True)]
+)
 def test_all_kinds_of_data_sets_train_alike(
     make_trainer: MakeTrainer, kind: str, remove_unused_columns: bool
 ) -> None:
@@ -84,12 +85,12 @@ def test_all_kinds_of_data_sets_train_alike(
         make_trainer,
         more={"train_dataset": data, "eval_dataset": table, "data_collator": noting},
         remove_unused_columns=remove_unused_columns,
-        max_steps=2,
+        max_steps=1,
     )
     trainer.train()
     assert "eval_loss" in trainer.evaluate()
     assert seen and all(names == {"input_ids", "label"} for names in seen)
-    reference = by_patient(make_trainer, max_steps=2)
+    reference = by_patient(make_trainer, max_steps=1)
     reference.train()
     pairs = zip(trainer.model.parameters(), reference.model.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
@@ -104,21 +105,18 @@ def test_a_step_draws_units_with_at_most_so_many_rows(make_trainer: MakeTrainer)
 
 def test_it_learns(make_trainer: MakeTrainer) -> None:
     """Labels follow from the text here, and every unit has rows of several labels."""
-    table = with_patients().map(
-        lambda row: {"input_ids": [3 + row["label"]] * len(row["input_ids"])}
-    )
+    table = with_patients().map(lambda row: {"input_ids": [3 + row["label"]] * 5})
     trainer = by_patient(
         make_trainer,
         more={"train_dataset": table, "eval_dataset": table},
         noise_multiplier=0.3,
-        expected_batch_size=10,
-        max_steps=40,
-        learning_rate=1e-2,
-        dataloader_num_workers=0,
+        expected_batch_size=8,
+        max_steps=10,
+        learning_rate=3e-2,
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.5 * before
+    assert trainer.evaluate()["eval_loss"] < 0.7 * before
 
 
 def test_a_private_loss_is_released(make_trainer: MakeTrainer) -> None:
