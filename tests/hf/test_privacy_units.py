@@ -1,6 +1,6 @@
 """Training by units of privacy: all rows with one value of a column.
 
-Covers: artifacts/unit_words.py, hf/unit_arguments.py, privacy/unit.py.
+Covers: artifacts/unit_words.py, hf/unit_arguments.py, hf/units.py, privacy/unit.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_the_plan_is_that_of_so_many_units(make_trainer: MakeTrainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "remove_unused_columns"), [("table", False), ("transform", False), ("rows", True)]
+    ("kind", "remove_unused_columns"), [("table", True), ("transform", False), ("rows", False)]
 )
 def test_all_kinds_of_data_sets_train_alike(
     make_trainer: MakeTrainer, kind: str, remove_unused_columns: bool
