@@ -128,7 +128,7 @@ DATA = (
     ),
     Fault(
         "generators not seeded anew before the model takes an example alone",
-        "mechanism/private_training.py",
+        "mechanism/logical_batches.py",
         {"            reseed_global_(part.seeds)": "            pass"},
         ("mechanism/test_private_training.py::test_an_example_taken_alone_has_its_own_draws",),
     ),

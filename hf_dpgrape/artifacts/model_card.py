@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_dpgrape.artifacts.unit_words import each, has_units, limits_of, one
 from hf_dpgrape.privacy.plan import LOSS, budget_warnings
 
 _TEMPLATE = """\
@@ -51,9 +52,6 @@ _LIMITS = (
     "Nothing is claimed about validation data: metrics on it, and choices made by them, are not "
     "covered by epsilon.",
     "Epsilon is that of this one run. Tuning runs on the same data spend their own.",
-    "The number of training examples is treated as public.",
-    "Whatever was done to the data before training (a tokenizer or a vocabulary made from it, "
-    "selection, near duplicates) is not covered. One person's several examples are protected less.",
     "Floating-point and timing side channels are not covered.",
 )
 
@@ -100,15 +98,18 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
         ("steps", _steps(record)),
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
-        ("clip norm per example", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
+        (f"clip norm per {one(record)}", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
         ("clip groups", _clip_groups(plan["clip_shares"])),
         *_loss(record),
         *_private_loss(plan),
         ("head alone first", f"{plan['head_only_steps']} steps"),
-        ("examples, expected batch", f"{plan['num_examples']}, {plan['expected_batch_size']}"),
+        (
+            f"{one(record)}s, expected batch",
+            f"{plan['num_examples']}, {plan['expected_batch_size']}",
+        ),
         ("processes", str(record.get("num_processes", _NOT_STATED))),
         ("projection", _projection(record)),
-        *_capture(record["projection"]),
+        *_capture(record),
         ("randomness of noise and sampling", record["projection"]["randomness"]),
         ("versions", ", ".join(f"{name} {v}" for name, v in record["versions"].items())),
     ]
@@ -204,12 +205,15 @@ def _projection(record: Mapping[str, Any]) -> str:
     )
 
 
-def _capture(projection: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _capture(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """How per-sample gradients were taken; nothing where the record does not say."""
-    if "capture" not in projection:
+    if "capture" not in record["projection"]:
         return []
-    is_single = projection["capture"] == "single"
+    is_single = record["projection"]["capture"] == "single"
     how = "one example at a time" if is_single else "from batches, exactly for each example"
+    if has_units(record):
+        row = "one row at a time" if is_single else "from batches of one unit's rows"
+        how = f"{row}; the mean over a unit's rows is clipped"
     return [("gradients taken", how)]
 
 
@@ -299,10 +303,10 @@ def _summary(record: Mapping[str, Any]) -> str:
     budget = f"(epsilon {_shown(record['epsilon'])}, delta {record['target_delta']:g})"
     if warnings := _budget_warnings(record):
         return (
-            f"Trained by the private mechanism of hf_dpgrape, but with {budget} for each example: "
-            f"**{' '.join(warnings)}**"
+            f"Trained by the private mechanism of hf_dpgrape, but with {budget} for "
+            f"{each(record)}: **{' '.join(warnings)}**"
         )
-    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for each example."
+    return f"Fine-tuned with differential privacy by hf_dpgrape: {budget} for {each(record)}."
 
 
 def render_card(
@@ -344,7 +348,7 @@ def render_card(
         facts=privacy_facts(record),
         tuning=tuning_facts(record),
         dpmup=_dpmup_facts(record),
-        limits=[*_limits_of(record), *_LIMITS, *limits],
+        limits=[*_limits_of(record), *_LIMITS, *limits_of(record), *limits],
         results=[*((n, f"{v:.4g}") for n, v in metrics.items()), *_of_one_class(record)],
     )
     return card

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dpgrape.artifacts.unit_words import ONE_ROW, unit_of_privacy
 from hf_dpgrape.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def privacy_record(
     steps_counted: int | None = None,
     counted_because: Sequence[str] = (),
     optimizer: Mapping[str, Any] | None = None,
-    example_unit: str = "one row of the training set",
+    example_unit: str = ONE_ROW,
     examples_per_unit: int = 1,
     num_processes: int = 1,
     tuning: Mapping[str, Any] | None = None,
@@ -53,7 +54,7 @@ def privacy_record(
             on the last step or on the one that is kept, all planned steps count.
         counted_because: why all planned steps count.
         optimizer: what the optimizer's state depends on beside the projection.
-        example_unit: what one example is, in words.
+        example_unit: what one example, or one unit, is, in words.
         examples_per_unit: most examples that one owner has; above 1 their epsilon is told, too.
         num_processes: how many processes trained together.
         tuning: other runs, and choices by validation data.
@@ -70,9 +71,9 @@ def privacy_record(
         "epsilon_by_accountant": {
             name: finite(plan.epsilon(counted, name)) for name in plan.sampling.accountants
         },
-        "unit_of_privacy": example_unit,
+        "unit_of_privacy": unit_of_privacy(plan, example_unit),
         **_owner(plan, counted, examples_per_unit),
-        "sampling": plan.sampling.describe(),
+        "sampling": plan.sampling.describe(plan.drawn),
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
         **({"method": dict(method)} if method else {}),

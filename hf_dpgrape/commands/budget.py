@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dpgrape.artifacts.record import finite
+from hf_dpgrape.artifacts.unit_words import unit_of_privacy
 from hf_dpgrape.privacy.plan import PrivacyPlan, planned_steps, steps_per_epoch
 from hf_dpgrape.privacy.sampling.base import Accountant
+from hf_dpgrape.privacy.unit import DEFAULT_ROWS_PER_UNIT, drawn_by
 
 #: Rows of the table of epochs; longer runs show evenly spaced epochs.
 _MAX_EPOCH_ROWS = 10
@@ -21,8 +23,13 @@ _MAX_EPOCH_ROWS = 10
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `plan_of` reads."""
     add = parser.add_argument
-    add("--num_examples", type=int, required=True, help="size of the training set")
-    add("--expected_batch_size", type=int, required=True, help="mean examples per step")
+    add(
+        "--num_examples",
+        type=int,
+        required=True,
+        help="size of the training set, or number of units",
+    )
+    add("--expected_batch_size", type=int, required=True, help="mean examples (units) per step")
     add("--max_logical_batch_size", type=int, help="most examples per step (default: no bound)")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--num_train_epochs", type=float, help="length of the run in epochs")
@@ -30,6 +37,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target_epsilon", type=float, help="epsilon of the whole run, or:")
     add("--noise_multiplier", type=float, help="noise standard deviation over clip norm")
     add("--target_delta", type=float, required=True, help="delta; below 1 / num_examples")
+    add("--privacy_unit_column", help="column whose values are the units, if rows are not")
+    add("--max_rows_per_unit", type=int, help="most rows of a unit per step, which cost no epsilon")
 
 
 def plan_of(arguments: argparse.Namespace, **numbers: Any) -> PrivacyPlan:
@@ -50,6 +59,9 @@ def plan_of(arguments: argparse.Namespace, **numbers: Any) -> PrivacyPlan:
             f"`noise_multiplier`={a.noise_multiplier} gives no privacy to speak of: expected at "
             "least 0.01; take more noise, or give `target_epsilon` instead."
         )
+    rows = a.max_rows_per_unit
+    if a.privacy_unit_column is not None and rows is None:
+        rows = DEFAULT_ROWS_PER_UNIT
     return PrivacyPlan.calibrated(
         target_epsilon=a.target_epsilon,
         noise_multiplier=a.noise_multiplier,
@@ -60,10 +72,13 @@ def plan_of(arguments: argparse.Namespace, **numbers: Any) -> PrivacyPlan:
             a.expected_batch_size,
             num_train_epochs=a.num_train_epochs or 0.0,
             max_steps=a.max_steps or -1,
+            drawn=f"training {drawn_by(a.privacy_unit_column)}",
         ),
         l2_clip_norm=1.0,
         target_delta=a.target_delta,
         max_logical_batch_size=a.max_logical_batch_size,
+        privacy_unit_column=a.privacy_unit_column,
+        max_rows_per_unit=rows,
         **numbers,
     )
 
@@ -117,10 +132,17 @@ def budget_report(
         examples_per_unit: numbers of examples for whose owner epsilon is wanted, too.
     """
     plan = plans["pld"]
+    if examples_per_unit and plan.privacy_unit_column is not None:
+        raise ValueError(
+            "Expected `privacy_unit_column` or `examples_per_unit`, got both: with a column "
+            "epsilon is that of a unit with all of its rows already; leave `examples_per_unit` out."
+        )
     return {
+        "unit_of_privacy": unit_of_privacy(plan),
+        "drawn": plan.drawn,
         "num_examples": plan.num_examples,
         "expected_batch_size": plan.expected_batch_size,
-        "sampling": plan.sampling.describe(),
+        "sampling": plan.sampling.describe(plan.drawn),
         "sampling_prob": plan.sampling_prob,
         "steps_per_epoch": steps_per_epoch(plan.num_examples, plan.expected_batch_size),
         "num_steps": plan.num_steps,
@@ -158,14 +180,16 @@ def _epochs(plan: PrivacyPlan) -> list[dict[str, Any]]:
 
 def _title(plan: PrivacyPlan) -> str:
     return (
-        f"{plan.num_examples:,} examples, {plan.expected_batch_size:,} per step expected, "
+        f"{plan.num_examples:,} {plan.drawn}, {plan.expected_batch_size:,} per step expected, "
         f"{plan.num_steps:,} steps, delta {plan.target_delta:g}"
     )
 
 
 def _plan_table(report: dict[str, Any]) -> Table:
     table = Table(title="Plan", show_header=False)
-    table.add_row("examples", f"{report['num_examples']:,}")
+    if report["drawn"] != "examples":
+        table.add_row("unit of privacy", report["unit_of_privacy"])
+    table.add_row(report["drawn"], f"{report['num_examples']:,}")
     table.add_row("expected batch size", f"{report['expected_batch_size']:,}")
     table.add_row("sampling", report["sampling"])
     table.add_row("sampling probability", f"{report['sampling_prob']:.6g}")

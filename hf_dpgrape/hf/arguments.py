@@ -27,6 +27,7 @@ from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
 from hf_dpgrape.hf.record_arguments import RecordArguments
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
 from hf_dpgrape.hf.suggested_arguments import SuggestedArguments
+from hf_dpgrape.hf.unit_arguments import UnitArguments
 from hf_dpgrape.optim.table import OPTIMIZERS
 from hf_dpgrape.privacy.accounting import require_unit_size
 from hf_dpgrape.privacy.plan import (
@@ -42,7 +43,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class DPGrapeTrainingArguments(
-    MethodArguments, LossArguments, RecordArguments, SuggestedArguments, TrainingArguments
+    MethodArguments,
+    LossArguments,
+    UnitArguments,
+    RecordArguments,
+    SuggestedArguments,
+    TrainingArguments,
 ):
     """Arguments of a private training run.
 
@@ -195,8 +201,8 @@ class DPGrapeTrainingArguments(
     expected_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Mean number of examples per optimizer step. Default: per-device batch size x "
-            "gradient accumulation steps x processes."
+            "help": "Mean number of examples (units) per optimizer step. Default: per-device batch "
+            "size x gradient accumulation steps x processes."
         },
     )
     max_logical_batch_size: int | None = field(
@@ -305,6 +311,7 @@ class DPGrapeTrainingArguments(
             num_tuning_trials=(self.num_tuning_trials, "none"),
         )
         require_unit_size(self.examples_per_unit)
+        self.check_unit(self.examples_per_unit)
         refuse_uneven_grid(self.length_grid)
         self.cross_entropy()  # refuses impossible weights
         refuse_impossible_shares(
@@ -328,9 +335,9 @@ class DPGrapeTrainingArguments(
         return str(getattr(self.optim, "value", self.optim))
 
     def steps_per_epoch(self, num_examples: int) -> int:
-        """Optimizer steps after which every example was drawn about once."""
+        """Optimizer steps after which every example, or unit, was drawn about once."""
         assert self.expected_batch_size is not None
-        return steps_per_epoch(num_examples, self.expected_batch_size)
+        return steps_per_epoch(num_examples, self.expected_batch_size, f"training {self.drawn}")
 
     def make_plan(
         self,
@@ -343,7 +350,7 @@ class DPGrapeTrainingArguments(
         """The privacy plan of a run on `num_examples` examples; calibrates the noise.
 
         Args:
-            num_examples: size of the training set.
+            num_examples: size of the training set; with a `privacy_unit_column`, number of units.
             has_head: whether some tensors form a head; `head_clip_share` and `head_only_steps`
                 need one.
             layers: names of the body's clip groups, all with the same share.
@@ -367,6 +374,7 @@ class DPGrapeTrainingArguments(
                 self.expected_batch_size,
                 num_train_epochs=self.num_train_epochs,
                 max_steps=self.max_steps,
+                drawn=f"training {self.drawn}",
             ),
             l2_clip_norm=self.l2_clip_norm,
             target_delta=self.target_delta,
@@ -376,6 +384,8 @@ class DPGrapeTrainingArguments(
             private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
             max_logical_batch_size=self.max_logical_batch_size,
             accountant=self.accountant,
+            privacy_unit_column=self.privacy_unit_column,
+            max_rows_per_unit=self.rows_per_unit,
         )
 
     def refresh_gap(self, num_steps: int) -> int:

@@ -98,8 +98,8 @@ def _way_out(plan: PrivacyPlan, args: Any, *, has_head: bool) -> str:
     best = signal_to_noise(num_steps=num_steps, expected_batch_size=batch, noise_multiplier=sigma)
     if best < LEAST_SIGNAL:
         return (
-            f"No settings will do with {plan.num_examples:,} examples at epsilon {epsilon:.3g}: "
-            "take more examples or a larger epsilon."
+            f"No settings will do with {plan.num_examples:,} {plan.drawn} at epsilon "
+            f"{epsilon:.3g}: take more {plan.drawn} or a larger epsilon."
         )
     head = f", `head_learning_rate={HEAD_RATE:g}`" if has_head else ""
     return (

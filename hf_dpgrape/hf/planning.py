@@ -17,8 +17,10 @@ from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.dpmup import WidthTransfer, resolve
 from hf_dpgrape.hf.task_losses import head_of, task_name_of
 from hf_dpgrape.hf.trainers_losses import losses_of
+from hf_dpgrape.hf.units import units_of
 from hf_dpgrape.mechanism.checks import checked_sites, refuse, refuse_in_any_capture
 from hf_dpgrape.mechanism.tensors import matching, newly_initialized, require_matches
+from hf_dpgrape.mechanism.units import Units
 from hf_dpgrape.privacy.plan import BODY, HEAD, PrivacyPlan
 
 logger = logging.getLogger(__name__)
@@ -30,10 +32,12 @@ class Planned:
 
     Attributes:
         plan: the privacy plan.
+        units: whose rows are drawn and clipped together; None if every row is drawn by itself.
         width_transfer: DP-muP's rules; None without them.
     """
 
     plan: PrivacyPlan
+    units: Units | None
     width_transfer: WidthTransfer | None
 
 
@@ -49,14 +53,14 @@ def planned(
     Args:
         args: the arguments.
         model: the model.
-        train_dataset: of which only the length is looked at.
+        train_dataset: of which only the length is looked at, and the `privacy_unit_column`.
         compute_loss_func: the user's own loss of one example, if any.
         proxy: makes DP-muP's narrow model of `dpmup_base_model`.
 
     Raises:
         ValueError: the model cannot be trained privately, or model, data and arguments do not fit.
     """
-    num_examples = length_of(train_dataset)
+    num_rows, units = length_of(train_dataset), units_of(args, train_dataset)
     refuse_in_any_capture(model)
     loss = losses_of(args, model, compute_loss_func)
     _refuse_idle_weights(args, model)
@@ -69,20 +73,21 @@ def planned(
         width = resolve(args, model, proxy(args.dpmup_base_model), head)
     own = set() if args.head_clip_share is None else {HEAD}
     plan = args.make_plan(
-        num_examples,
+        num_rows if units is None else len(units),
         has_head=bool(head),
         layers=sorted(set(clip_groups(args, model, head, width).values()) - own),
         clip_shares=None if width is None else width.rules.clip_shares,
     )
-    return Planned(plan=plan, width_transfer=width)
+    return Planned(plan=plan, units=units, width_transfer=width)
 
 
 def say_processes(args: DPGrapeTrainingArguments) -> None:
     """Says how many processes train: `accelerate launch` may start fewer than it was asked for."""
     logger.info(
-        "Training in %d process(es), which draw an expected batch of %d together.",
+        "Training in %d process(es), which draw an expected batch of %d%s together.",
         args.world_size,
         args.expected_batch_size,
+        "" if args.privacy_unit_column is None else f" units of `{args.privacy_unit_column}`",
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_dpgrape.artifacts.unit_words import ONE_ROW
+
 
 @dataclass
 class RecordArguments:
@@ -24,10 +26,11 @@ class RecordArguments:
         },
     )
     example_unit: str = field(
-        default="one row of the training set",
+        default=ONE_ROW,
         metadata={
-            "help": "What one example is, for the record and the card: whatever the guarantee "
-            "protects as a whole, as `one e-mail`. Text only; it changes nothing in the training."
+            "help": "What one example (or unit) is, for the record and the card: whatever the "
+            "guarantee protects as a whole, as `one e-mail`. Text only; it changes nothing in the "
+            "training."
         },
     )
     examples_per_unit: int = field(

@@ -35,7 +35,8 @@ class SuggestedArguments:
             )
 
         Args:
-            num_examples: size of the training set.
+            num_examples: size of the training set; with a `privacy_unit_column` among the
+                overrides, number of its units.
             target_epsilon: of the whole run.
             target_delta: delta.
             model: what is trained, of which it is only asked whether it has a new head. None for

@@ -44,8 +44,9 @@ from hf_dpgrape.hf.trained_run import TrainedRun, trained_run
 from hf_dpgrape.hf.trainer_part import TrainerPart
 from hf_dpgrape.hf.trainers_losses import trainers_losses
 from hf_dpgrape.hf.training_data import planned_loader, secret_source, training_data
+from hf_dpgrape.hf.units import without_unit
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
-from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.mechanism.private_step import LogicalBatch
 from hf_dpgrape.mechanism.private_training import PrivateTraining
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.privacy.ledger import RunLedger
@@ -64,7 +65,8 @@ class DPGrapeMixin(TrainerPart):
 
     Guarantees:
         After `train()` the weights, the checkpoints and the logs are
-        (`plan.epsilon(steps_counted)`, `target_delta`)-DP in the training set, add-or-remove-one,
+        (`plan.epsilon(steps_counted)`, `target_delta`)-DP in the training set, add-or-remove-one
+        (one row, or with `privacy_unit_column` all rows with one value of that column),
         unless `log_non_private_metrics` is set (then the logs are not). The steps counted are
         those that the mechanism itself has counted, or all planned ones if results may decide
         where the run ends or which checkpoint is kept; `privacy_record()` tells.
@@ -141,7 +143,7 @@ class DPGrapeMixin(TrainerPart):
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
 
-    def get_train_dataloader(self) -> DataLoader[list[PhysicalBatch]]:
+    def get_train_dataloader(self) -> DataLoader[LogicalBatch]:
         """Logical batches, drawn by the plan's sampling from secret randomness."""
         plan = self._make_plan()
         assert self._ledger is not None
@@ -155,7 +157,8 @@ class DPGrapeMixin(TrainerPart):
 
     def _training_data(self) -> TrainingData:
         """The training set with the columns that the model takes, and how it is collated."""
-        return training_data(self, self.args, self._source)
+        assert self._planned is not None
+        return training_data(self, self.args, self._source, self._planned.units)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, made to step in the subspace by a `PrivateTraining`."""
@@ -222,7 +225,7 @@ class DPGrapeMixin(TrainerPart):
             return output
 
     def training_step(  # type: ignore[override]
-        self, model: nn.Module, inputs: list[PhysicalBatch], num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
         """One private step on a logical batch; the loss it returns is 0 unless asked for."""
         assert self.private_training is not None
@@ -293,6 +296,10 @@ class DPGrapeMixin(TrainerPart):
         """As the Trainer's; here a prediction tells on which data it is."""
         self._disclosure.begin_evaluation(test_dataset)
         return super().get_test_dataloader(test_dataset)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As the Trainer's; no model sees the column that tells whose a row is."""
+        return super()._remove_unused_columns(without_unit(dataset, self.args), description)
 
     # ---- Several runs, and continued ones --------------------------------------------------
 

@@ -9,7 +9,8 @@ from transformers import Trainer
 from hf_dpgrape.hf.arguments import DPGrapeTrainingArguments
 from hf_dpgrape.hf.input_limits import longest_input
 from hf_dpgrape.mechanism.logical_batches import LogicalBatches, TrainingData
-from hf_dpgrape.mechanism.private_step import PhysicalBatch
+from hf_dpgrape.mechanism.private_step import LogicalBatch
+from hf_dpgrape.mechanism.units import Units
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
 
@@ -22,7 +23,10 @@ def secret_source(args: DPGrapeTrainingArguments) -> SecretSource:
 
 
 def training_data(
-    trainer: Trainer, args: DPGrapeTrainingArguments, source: SecretSource
+    trainer: Trainer,
+    args: DPGrapeTrainingArguments,
+    source: SecretSource,
+    units: Units | None,
 ) -> TrainingData:
     """The training set with the columns that the model takes, and how it is collated.
 
@@ -30,6 +34,7 @@ def training_data(
         trainer: which has data set, collator and model.
         args: its arguments.
         source: of the collator's draws and of the sample's.
+        units: of the training set, by which the plan was made.
     """
     model = trainer.model
     assert isinstance(model, nn.Module)  # it is None only inside the Trainer's constructor
@@ -45,12 +50,13 @@ def training_data(
         "source": source,
         "length_grid": args.length_grid,
         "longest": longest_input(model, trainer.processing_class),
+        "units": units,
     }
 
 
 def planned_loader(
     batches: LogicalBatches, plan: PrivacyPlan, args: DPGrapeTrainingArguments
-) -> DataLoader[list[PhysicalBatch]]:
+) -> DataLoader[LogicalBatch]:
     """One epoch of logical batches, by the workers that the arguments ask for.
 
     Args:

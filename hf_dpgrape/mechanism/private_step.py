@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from hf_dpgrape.gradients.forms import PerSampleGradients
-from hf_dpgrape.mechanism.estimators.base import Estimator, Space
+from hf_dpgrape.gradients.forms import PerSampleGradients, WhenComplete
+from hf_dpgrape.mechanism.estimators.base import Estimate, Estimator, Space
+from hf_dpgrape.mechanism.unit_mean import UnitMean
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
@@ -35,6 +36,22 @@ class PhysicalBatch(NamedTuple):
     num_samples: int
     inputs: Any
     seeds: Seeds | None = None
+
+
+class UnitBatch(NamedTuple):
+    """The rows of one unit of privacy that a step takes; they are clipped together.
+
+    Attributes:
+        num_rows: number of rows, at least 1.
+        parts: the physical batches that hold them, and no rows of another unit.
+    """
+
+    num_rows: int
+    parts: Iterable[PhysicalBatch]
+
+
+#: What a step draws: physical batches whose samples are clipped one by one, or units.
+LogicalBatch = list[PhysicalBatch] | list[UnitBatch]
 
 
 class StepLoss(NamedTuple):
@@ -123,6 +140,11 @@ class PrivateStep:
         gradients, finite or not, add a vector of norm at most `l2_clip_norm * sqrt(1 - s**2)`. So
         both together have norm at most `l2_clip_norm`, and noise of one release covers them.
 
+        Under a plan with a `privacy_unit_column` all of this holds for units in place of examples:
+        the model runs on rows of one unit at a time, and what is clipped is the mean of their
+        vectors, and of their losses. A plan for units takes nothing but units, and one for
+        examples none.
+
     Args:
         ledger: counts the releases, and has the plan.
         estimator: gives each sample a vector; which one it is changes nothing here.
@@ -152,19 +174,20 @@ class PrivateStep:
 
     def __call__(
         self,
-        logical_batch: Iterable[PhysicalBatch],
+        logical_batch: Iterable[PhysicalBatch | UnitBatch],
         per_sample_losses: Callable[[Any], Tensor],
     ) -> StepLoss:
         """Sets the stand-ins' `.grad` to the private gradient of the next step.
 
         Args:
-            logical_batch: this process's share of the examples drawn.
+            logical_batch: this process's share of the examples, or units, drawn.
             per_sample_losses: maps a physical batch's inputs to one loss per sample, (B,); loss i
                 must depend on sample i alone.
 
         Raises:
             RuntimeError: the planned steps are used up.
-            ValueError: the losses are not one per sample.
+            ValueError: the losses are not one per sample, or units came where examples are
+                planned, or the other way round.
         """
         step, plan = self.ledger.count_release(), self.ledger.plan
         self._space.set_gradients({})  # the last step's are not needed beside this one's
@@ -173,15 +196,10 @@ class PrivateStep:
         sums = self._space.zero_sums(names)
         raw_sum = loss_sum = torch.zeros((), dtype=torch.float64)
 
-        for physical_batch in logical_batch:
+        for drawn in logical_batch:
+            _refuse_other_kind(drawn, plan)
             clipped = ClippedSum(plan, groups, plan.shares_at(step), sums)
-            losses, vectors = self._estimator(
-                physical_batch.num_samples,
-                physical_batch.inputs,
-                functools.partial(_checked, per_sample_losses, physical_batch),
-                names=names,
-                when_complete=clipped,
-            )
+            losses, vectors = self._estimated(drawn, per_sample_losses, names, clipped)
             clipped.finish(vectors)
             raw_losses = losses.detach().cpu().double()
             raw_sum = raw_sum + raw_losses.sum()
@@ -195,6 +213,27 @@ class PrivateStep:
             total.div_(plan.expected_batch_size)
         self._space.set_gradients(sums)
         return StepLoss(raw_sum.float(), released[-1] / scale if scale else None)
+
+    def _estimated(
+        self,
+        drawn: PhysicalBatch | UnitBatch,
+        per_sample_losses: Callable[[Any], Tensor],
+        names: frozenset[str],
+        when_complete: WhenComplete,
+    ) -> Estimate:
+        """Loss and vector of each that is clipped: of every sample, or of the one unit."""
+        if isinstance(drawn, UnitBatch):
+            unit = UnitMean(drawn.num_rows, self._space.zero_sums(names))
+            for part in drawn.parts:
+                unit.add(self._estimated(part, per_sample_losses, names, unit))
+            return unit.estimate()
+        return self._estimator(
+            drawn.num_samples,
+            drawn.inputs,
+            functools.partial(_checked, per_sample_losses, drawn),
+            names=names,
+            when_complete=when_complete,
+        )
 
     def _groups_at(self, step: int) -> dict[str, list[str]]:
         """The tensors of each clip group that is trained at a step."""
@@ -227,6 +266,16 @@ class PrivateStep:
         if parallel:
             for total in sums:
                 distributed.all_reduce(total)
+
+
+def _refuse_other_kind(drawn: PhysicalBatch | UnitBatch, plan: PrivacyPlan) -> None:
+    """Refuses rows to be clipped one by one under a plan for units, and the other way round."""
+    if isinstance(drawn, UnitBatch) != (plan.privacy_unit_column is not None):
+        raise ValueError(
+            f"Expected a logical batch of {plan.drawn}, as `privacy_unit_column` of the plan is "
+            f"{plan.privacy_unit_column!r}, got a {type(drawn).__name__}; give `PrivateTraining` "
+            "the `units` that the plan is for."
+        )
 
 
 def _checked(per_sample_losses: Callable[[Any], Tensor], batch: PhysicalBatch) -> Tensor:

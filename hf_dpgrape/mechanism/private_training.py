@@ -6,7 +6,7 @@ rests on is wired here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,21 +18,25 @@ from hf_dpgrape.mechanism.checks import Preflight, refuse_other_optimizer
 from hf_dpgrape.mechanism.clip_groups import default_groups, refuse_unplanned_groups
 from hf_dpgrape.mechanism.estimators.base import Made, Setup, SpaceArguments
 from hf_dpgrape.mechanism.estimators.table import BACKWARD, make_estimator
-from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone
+from hf_dpgrape.mechanism.logical_batches import LogicalBatches, why_alone, with_their_draws
 from hf_dpgrape.mechanism.placement import broadcast_, moved
-from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep, StepLoss
+from hf_dpgrape.mechanism.private_step import (
+    LogicalBatch,
+    PrivateStep,
+    StepLoss,
+)
 from hf_dpgrape.mechanism.synthetic import SyntheticExamples
 from hf_dpgrape.mechanism.tensors import (
     TargetModules,
     newly_initialized,
     refuse_other_tensors,
 )
+from hf_dpgrape.mechanism.units import Units, refuse_other_units
 from hf_dpgrape.privacy.ledger import RunLedger, run_from_dict, run_to_dict
 from hf_dpgrape.privacy.plan import PrivacyPlan
 from hf_dpgrape.privacy.randomness import (
     SecretSource,
     global_randomness_restored,
-    reseed_global_,
     secret_global_randomness,
 )
 from hf_dpgrape.subspace.parameters import Moments
@@ -81,7 +85,8 @@ class PrivateTraining:
 
     Guarantees:
         After `step` or `take_gradient` was called any number of times, weights and optimizer are
-        (`epsilon`, `plan.target_delta`)-DP in the examples, add-or-remove-one. More steps than
+        (`epsilon`, `plan.target_delta`)-DP in the examples, add-or-remove-one; under a plan with
+        a `privacy_unit_column` in the units, each with all of its rows. More steps than
         planned are refused, those before a resumed part included. A loop over `batches()` that is
         left early counts with all planned steps, as a result may have decided on its end.
 
@@ -100,6 +105,7 @@ class PrivateTraining:
             former where it is exact.
         length_grid: finest step of the grid to which lengths are rounded; 0 for exact lengths.
         longest: most tokens that the model takes; None if it does not limit them.
+        units: which rows are drawn and clipped together, for a plan with a `privacy_unit_column`.
         estimator: what a step releases of an example, a name in `ESTIMATORS`: "backward" for its
             projected gradient, "zeroth_order" for differences of its loss along random
             directions, "galore" for its full gradient, projected after the noise.
@@ -139,6 +145,7 @@ class PrivateTraining:
         capture: str = AUTO,
         length_grid: int = 0,
         longest: int | None = None,
+        units: Units | None = None,
         estimator: str = BACKWARD,
         rank: int = 16,
         head: frozenset[str] | None = None,
@@ -160,6 +167,7 @@ class PrivateTraining:
         self.optimizer = optimizer
         self.ledger = RunLedger(plan) if ledger is None else ledger
         self.ledger.set_plan(plan)
+        refuse_other_units(units, plan)
         self._losses = per_sample_losses
         self._synthetic = self._default_synthetic if synthetic is None else synthetic
         self._source = SecretSource() if source is None else source
@@ -170,6 +178,7 @@ class PrivateTraining:
             source=self._source,
             length_grid=length_grid,
             longest=longest,
+            units=units,
         )
         refuse_other_optimizer(optimizer, model)
         head = newly_initialized(model) if head is None else head
@@ -201,7 +210,7 @@ class PrivateTraining:
 
     # ---- A loop of one's own ---------------------------------------------------------------
 
-    def batches(self, *, num_workers: int = 0) -> Iterator[list[PhysicalBatch]]:
+    def batches(self, *, num_workers: int = 0) -> Iterator[LogicalBatch]:
         """The logical batches of the remaining planned steps, each drawn anew.
 
         Args:
@@ -219,7 +228,7 @@ class PrivateTraining:
         finally:  # whoever leaves may have seen results
             self.ledger.end(_LEFT)
 
-    def step(self, batch: list[PhysicalBatch]) -> StepLoss:
+    def step(self, batch: LogicalBatch) -> StepLoss:
         """One private step on a logical batch, the optimizer's included.
 
         Raises:
@@ -229,7 +238,7 @@ class PrivateTraining:
         self.optimizer.step()
         return loss
 
-    def take_gradient(self, batch: list[PhysicalBatch]) -> StepLoss:
+    def take_gradient(self, batch: LogicalBatch) -> StepLoss:
         """The part of a step before the optimizer's: its gradients are private then.
 
         Raises:
@@ -239,7 +248,7 @@ class PrivateTraining:
         refuse_other_tensors(self.model, self.subspace.weights)
         self.subspace.refresh_(self.ledger.num_releases, self.optimizer)
         with secret_global_randomness(self._source):  # anew: somebody may have set a seed
-            return self._private_step(_each_with_its_draws(batch), self._losses_of)
+            return self._private_step(with_their_draws(batch), self._losses_of)
 
     @property
     def epsilon(self) -> float:
@@ -373,11 +382,3 @@ class PrivateTraining:
         losses = self._losses
         are_tokens = isinstance(losses, TaskLosses) and losses.labels_are_tokens
         return SyntheticExamples(self.model, structure, labels_are_tokens=are_tokens)
-
-
-def _each_with_its_draws(batch: Iterable[PhysicalBatch]) -> Iterator[PhysicalBatch]:
-    """Seeds the global generators anew before each physical batch that has seeds of its own."""
-    for part in batch:
-        if part.seeds is not None:
-            reseed_global_(part.seeds)
-        yield part

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from hf_dpgrape.privacy import accounting
 from hf_dpgrape.privacy.sampling.base import Accountant, Sampling
 from hf_dpgrape.privacy.sampling.table import sampling_of
+from hf_dpgrape.privacy.unit import drawn_by, require_unit
 
 Clipping = Literal["flat", "automatic"]
 
@@ -39,29 +40,41 @@ def require_one_budget(target_epsilon: float | None, noise_multiplier: float | N
         )
 
 
-def steps_per_epoch(num_examples: int, expected_batch_size: int) -> int:
-    """Optimizer steps after which every example was drawn about once.
+def steps_per_epoch(
+    num_examples: int, expected_batch_size: int, drawn: str = "training examples"
+) -> int:
+    """Optimizer steps after which every example (or unit) was drawn about once.
+
+    Args:
+        num_examples: size of the training set, in what is drawn.
+        expected_batch_size: mean number of them in a step.
+        drawn: what is drawn, for the error text.
 
     >>> steps_per_epoch(67349, 256)
     264
     """
     if not 1 <= expected_batch_size <= num_examples:
         raise ValueError(
-            f"`expected_batch_size` must be between 1 and the {num_examples} training "
-            f"examples, got {expected_batch_size}."
+            f"`expected_batch_size` must be between 1 and the {num_examples} {drawn}, got "
+            f"{expected_batch_size}."
         )
     return math.ceil(num_examples / expected_batch_size)
 
 
 def planned_steps(
-    num_examples: int, expected_batch_size: int, *, num_train_epochs: float, max_steps: int = -1
+    num_examples: int,
+    expected_batch_size: int,
+    *,
+    num_train_epochs: float,
+    max_steps: int = -1,
+    drawn: str = "training examples",
 ) -> int:
     """Optimizer steps of a whole run; a positive `max_steps` wins over `num_train_epochs`.
 
     >>> planned_steps(67349, 256, num_train_epochs=3)
     792
     """
-    per_epoch = steps_per_epoch(num_examples, expected_batch_size)
+    per_epoch = steps_per_epoch(num_examples, expected_batch_size, drawn)
     if max_steps > 0:
         return max_steps
     if not num_train_epochs > 0 or math.isinf(num_train_epochs * per_epoch):
@@ -103,13 +116,18 @@ class PrivacyPlan:
     `noise_stddev` is added to every coordinate. With a `private_loss_bound` the example's loss is
     one of these coordinates, a clip group of its own.
 
+    With a `privacy_unit_column` units stand in the place of examples throughout: a unit is all rows
+    with one value of that column, its gradient is the mean over those of its rows that a step
+    takes, its loss likewise, and numbers of examples are numbers of units.
+
     Guarantees:
         The whole clipped vector of one example has norm at most `l2_clip_norm`, so a step is one
         Gaussian mechanism of noise multiplier `noise_multiplier` on a sample drawn by `sampling`.
         The run is (`epsilon(num_steps)`, `target_delta`)-DP under add-or-remove-one neighbors.
 
     Attributes:
-        num_examples: size of the training set (treated as public).
+        num_examples: size of the training set (treated as public); with a `privacy_unit_column`
+            the number of its units.
         expected_batch_size: mean number of examples in a logical batch; the only divisor.
         num_steps: optimizer steps of the whole run.
         noise_multiplier: noise standard deviation over sensitivity.
@@ -126,6 +144,9 @@ class PrivacyPlan:
         max_logical_batch_size: a Poisson sample with more examples is cut to a uniformly random
             subset of that size; None for no bound.
         accountant: "pld" or "rdp".
+        privacy_unit_column: column whose values are the units that are drawn, clipped, and added or
+            removed between neighbors as a whole; None if every row is one by itself.
+        max_rows_per_unit: most rows of a unit that one step takes; with a column only.
     """
 
     num_examples: int
@@ -142,6 +163,8 @@ class PrivacyPlan:
     max_logical_batch_size: int | None = None
     accountant: Accountant = "pld"
     neighboring_relation: str = "add_or_remove_one"
+    privacy_unit_column: str | None = None
+    max_rows_per_unit: int | None = None
 
     def __post_init__(self) -> None:
         """Reject plans whose numbers do not describe the mechanism above."""
@@ -150,7 +173,8 @@ class PrivacyPlan:
                 "A plan needs at least one example and one step, got "
                 f"`num_examples`={self.num_examples}, `num_steps`={self.num_steps}."
             )
-        steps_per_epoch(self.num_examples, self.expected_batch_size)  # refuses a wrong batch size
+        # Refuses a wrong batch size.
+        steps_per_epoch(self.num_examples, self.expected_batch_size, f"training {self.drawn}")
         if not self.l2_clip_norm > 0 or math.isinf(self.l2_clip_norm):
             raise ValueError(
                 f"`l2_clip_norm` must be positive and finite, got {self.l2_clip_norm}."
@@ -199,6 +223,7 @@ class PrivacyPlan:
                 "`neighboring_relation` must be 'add_or_remove_one', got "
                 f"{self.neighboring_relation!r}: replacing a record has twice the sensitivity."
             )
+        require_unit(self.privacy_unit_column, self.max_rows_per_unit)
 
     @classmethod
     def calibrated(
@@ -239,6 +264,11 @@ class PrivacyPlan:
     def sampling(self) -> Sampling:
         """How each step draws its examples."""
         return sampling_of({**vars(self), "sampling_prob": self.sampling_prob})
+
+    @property
+    def drawn(self) -> str:
+        """What a step draws and clips as a whole: "examples", or "units" of several rows."""
+        return drawn_by(self.privacy_unit_column)
 
     @property
     def noise_stddev(self) -> float:

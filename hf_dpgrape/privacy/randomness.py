@@ -63,17 +63,24 @@ class SecretSource:
 class ExampleSeeds:
     """Seeds for what is drawn for one example: a function of a secret and the example's index.
 
+    For a unit of several rows it is the unit's index; each of its rows has seeds of its own, by its
+    place among the unit's rows.
+
     So an example draws the same, whichever others are drawn beside it, before it or after it; who
     does not know the secret sees independent draws (keyed BLAKE2b, RFC 7693, is a pseudorandom
     function).
 
     Args:
         key: `SecretSource.key`, drawn anew for each logical batch.
-        index: the example's, in the training set.
+        index: the example's, in the training set, or the unit's.
+        place: a row's place among those of its unit; None for the example or unit itself.
     """
 
-    def __init__(self, key: bytes, index: int) -> None:
-        self._key = hashlib.blake2b(index.to_bytes(8, "big"), key=key).digest()
+    def __init__(self, key: bytes, index: int, place: int | None = None) -> None:
+        # Of 8 bytes or of 16, so no row has the seeds of a unit.
+        path = (index,) if place is None else (index, place)
+        message = b"".join(number.to_bytes(8, "big") for number in path)
+        self._key = hashlib.blake2b(message, key=key).digest()
         self._count = 0
 
     def seed(self) -> int:

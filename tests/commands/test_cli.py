@@ -70,6 +70,25 @@ def test_budget_of_owners(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`examples_per_unit` must be from 1" in capsys.readouterr().err
 
 
+def test_budget_of_units(capsys: pytest.CaptureFixture[str]) -> None:
+    unit = ("--privacy_unit_column", "patient")
+    assert main(budget("--json", *unit, "--max_rows_per_unit", "3")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["epsilon"]["pld"] == plan("pld", target_epsilon=2.3).epsilon()
+    words = "one value of column `patient` (its rows, at most 3 of them per step, clipped together)"
+    assert report["unit_of_privacy"] == words
+    assert main(budget(*unit)) == 0
+    shown = capsys.readouterr().out
+    assert "one value of column `patient`" in shown and "at most 8" in shown
+    assert "units" in shown and "examples" not in shown
+    assert main(budget("--max_rows_per_unit", "3")) == 2
+    assert "`privacy_unit_column` and `max_rows_per_unit` together" in capsys.readouterr().err
+    assert main(budget(*unit, "--examples_per_unit", "3")) == 2
+    assert "`privacy_unit_column` or `examples_per_unit`, got both" in capsys.readouterr().err
+    assert main(budget(*unit, expected_batch_size="702")) == 2
+    assert "between 1 and the 701 training units, got 702" in capsys.readouterr().err
+
+
 def test_budget_from_noise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(budget("--json", target_epsilon=None, noise_multiplier="1.7")) == 0
     report = json.loads(capsys.readouterr().out)

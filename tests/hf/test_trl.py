@@ -70,10 +70,11 @@ def make(tmp_path: Path, **changes: Any) -> Any:
     }
     model = given.pop("model", None) or make_model("gpt2", CAUSAL).float()
     eval_dataset = given.pop("eval_dataset", None) or data(7)
+    train_dataset = given.pop("train_dataset", None) or data()
     return PrivateSFTTrainer(
         model=model,
         args=PrivateSFTConfig(**given),
-        train_dataset=data(),
+        train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer(),
     )
@@ -163,3 +164,15 @@ def test_metrics_on_the_training_set_are_not_logged(tmp_path: Path) -> None:
     # Averages that TRL collects for its logs are those of one evaluation alone.
     again = trainer.evaluate(data(7))
     assert again["eval_entropy"] == pytest.approx(logged[0]["eval_entropy"])
+
+
+def test_texts_of_one_person_are_drawn_and_clipped_together(tmp_path: Path) -> None:
+    """The column survives TRL's tokenizing, and is gone before a text is collated."""
+    owners = [f"person {i % 9}" for i in range(40)]
+    table = data().add_column("person", owners)
+    unit = {"privacy_unit_column": "person", "expected_batch_size": 4, "max_steps": 1}
+    trainer = make(tmp_path, train_dataset=table, save_strategy="no", **unit)
+    trainer.train()
+    record = trainer.privacy_record()
+    assert record["plan"]["num_examples"] == 9
+    assert record["unit_of_privacy"].startswith("one value of column `person` (its rows, at most 8")

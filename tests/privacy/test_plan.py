@@ -173,6 +173,7 @@ def test_round_trip_through_json() -> None:
     assert PrivacyPlan.from_dict({**p.to_dict(), "added_later": 1}) == p
 
 
+UNIT: dict[str, Any] = {"privacy_unit_column": "owner", "max_rows_per_unit": 4}
 OTHER_VALUES: dict[str, Any] = {
     "num_examples": 702,
     "expected_batch_size": 91,
@@ -187,6 +188,8 @@ OTHER_VALUES: dict[str, Any] = {
     "private_loss_bound": 3.0,
     "max_logical_batch_size": 120,
     "accountant": "rdp",
+    "privacy_unit_column": "patient",
+    "max_rows_per_unit": 5,
 }
 
 
@@ -198,6 +201,8 @@ def test_every_field_with_a_choice_has_another_value_here() -> None:
 @pytest.mark.parametrize("name", sorted(OTHER_VALUES))
 def test_every_difference_is_named(name: str) -> None:
     base = LOSS_PART if name == "private_loss_bound" else {}
+    if name in UNIT:
+        base = UNIT
     (found,) = plan(**{**base, name: OTHER_VALUES[name]}).differences(plan(**base))
     assert found.startswith(f"`{name}` was ") and str(OTHER_VALUES[name]) in found
 

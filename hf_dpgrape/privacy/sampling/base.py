@@ -70,8 +70,12 @@ class Sampling(ABC):
         """
 
     @abstractmethod
-    def describe(self) -> str:
-        """For the record and the card."""
+    def describe(self, drawn: str = "examples") -> str:
+        """For the record and the card.
+
+        Args:
+            drawn: what a step draws, in the plural.
+        """
 
     def numbers(self) -> dict[str, Any]:
         """Plain data, from which `table.sampling_of` makes it again."""

@@ -58,6 +58,7 @@ class Poisson(Sampling):
         """Those of the event."""
         return ((noise_multiplier, self.sampling_prob),)
 
-    def describe(self) -> str:
+    def describe(self, drawn: str = "examples") -> str:
         """For the record and the card."""
+        del drawn
         return "Poisson"

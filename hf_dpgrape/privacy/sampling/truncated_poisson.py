@@ -84,6 +84,6 @@ class TruncatedPoisson(Sampling):
             (noise, self.sampling_prob) for noise in (noise_multiplier, noise_multiplier / 2)
         )
 
-    def describe(self) -> str:
+    def describe(self, drawn: str = "examples") -> str:
         """For the record and the card."""
-        return f"Poisson, cut at random to at most {self.max_logical_batch_size} examples"
+        return f"Poisson, cut at random to at most {self.max_logical_batch_size} {drawn}"
