@@ -152,6 +152,76 @@ DATA = (
     ),
 )
 
+UNITS = (
+    Fault(
+        "the rows of a unit chosen once for all steps",
+        "mechanism/units.py",
+        {"manual_seed(seeds.seed())": "manual_seed(0)"},
+        ("mechanism/test_units.py::test_at_most_so_many_rows_are_taken_anew_at_every_step",),
+    ),
+    Fault(
+        "all rows of a unit taken",
+        "mechanism/units.py",
+        {"len(rows) > self.max_rows": "False"},
+        ("mechanism/test_units.py::test_at_most_so_many_rows_are_taken_anew_at_every_step",),
+    ),
+    Fault(
+        "rows of a unit divided by nothing",
+        "mechanism/unit_mean.py",
+        {"1 / self._num_rows": "1.0"},
+        ("mechanism/test_units.py::test_a_units_part_is_its_own_mean_gradient_clipped",),
+    ),
+    Fault(
+        "what the model draws for a unit goes on from the unit before",
+        "mechanism/logical_batches.py",
+        {"_joined(part), own)": "_joined(part))"},
+        ("mechanism/test_units.py::test_a_unit_more_or_less_moves_the_sum_by_its_own_part_alone",),
+    ),
+    Fault(
+        "rows of a unit clipped one by one",
+        "mechanism/private_step.py",
+        {
+            "                unit.add(self._estimated(part, per_sample_losses, names, unit))": (
+                "                for i in range(part.num_samples):\n"
+                "                    row = {k: v[i : i + 1] for k, v in part.inputs.items()}\n"
+                "                    one = PhysicalBatch(1, row)\n"
+                "                    w = when_complete\n"
+                "                    clipped = ClippedSum(\n"
+                "                     self.ledger.plan, dict(w._groups), w._clip_shares, w._sums\n"
+                "                    )\n"
+                "                    e = self._estimated(one, per_sample_losses, names, clipped)\n"
+                "                    clipped.finish(e.vectors)\n"
+                "                    unit._losses.append(e.losses)"
+            )
+        },
+        ("mechanism/test_units.py::test_rows_of_one_unit_add_up_before_they_are_clipped",),
+    ),
+    Fault(
+        "a unit's column reaches the collator",
+        "mechanism/logical_batches.py",
+        {"row if self._units is None else self._units.without_column(row)": "row"},
+        ("hf/test_privacy_units.py::test_all_kinds_of_data_sets_train_alike",),
+    ),
+    Fault(
+        "rows counted in the place of units",
+        "hf/planning.py",
+        {"num_rows if units is None else len(units)": "num_rows"},
+        ("hf/test_privacy_units.py::test_the_plan_is_that_of_so_many_units",),
+    ),
+    Fault(
+        "rows clipped one by one under a plan for units",
+        "mechanism/private_step.py",
+        {"            _refuse_other_kind(drawn, plan)\n": ""},
+        ("mechanism/test_units.py::test_rows_in_the_place_of_units_are_refused",),
+    ),
+    Fault(
+        "a row's draws by its index in the training set only",
+        "mechanism/logical_batches.py",
+        {"ExampleSeeds(key, index, place) for": "ExampleSeeds(key, place) for"},
+        ("mechanism/test_units.py::test_rows_have_draws_of_their_own",),
+    ),
+)
+
 GRADIENTS = (
     Fault(
         "the wrong side projected",
@@ -588,4 +658,4 @@ ESTIMATORS = (
     ),
 )
 
-FAULTS = (*SAMPLING, *DATA, *GRADIENTS, *CLIPPING, *NOISE, *COUNTING, *ESTIMATORS)
+FAULTS = (*SAMPLING, *DATA, *UNITS, *GRADIENTS, *CLIPPING, *NOISE, *COUNTING, *ESTIMATORS)
