@@ -355,13 +355,13 @@ NOISE = (
     Fault(
         "noise by every process",
         "mechanism/private_step.py",
-        {"if not parallel or distributed.get_rank() == 0:": "if True:"},
+        {"is_first = not parallel or distributed.get_rank() == 0": "is_first = True"},
         ("mechanism/test_noise_over_processes.py::test_noise_is_added_once",),
     ),
     Fault(
         "noise by no process of several",
         "mechanism/private_step.py",
-        {"if not parallel or distributed.get_rank() == 0:": "if not parallel:"},
+        {"is_first = not parallel or distributed.get_rank() == 0": "is_first = not parallel"},
         ("mechanism/test_noise_over_processes.py::test_noise_is_added_once",),
     ),
     Fault(

@@ -24,6 +24,7 @@ from hf_dpgrape.hf.clip_shares import equal_shares, with_loss
 from hf_dpgrape.hf.loss_arguments import LossArguments
 from hf_dpgrape.hf.method_arguments import MethodArguments
 from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
+from hf_dpgrape.hf.noise_arguments import NoiseArguments
 from hf_dpgrape.hf.record_arguments import RecordArguments
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
 from hf_dpgrape.hf.suggested_arguments import SuggestedArguments
@@ -42,7 +43,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class DPGrapeTrainingArguments(
-    MethodArguments, LossArguments, RecordArguments, SuggestedArguments, TrainingArguments
+    MethodArguments,
+    LossArguments,
+    NoiseArguments,
+    RecordArguments,
+    SuggestedArguments,
+    TrainingArguments,
 ):
     """Arguments of a private training run.
 
@@ -321,6 +327,7 @@ class DPGrapeTrainingArguments(
         refuse_no_privacy(
             self.noise_multiplier, self.target_delta, allow_zero_noise=self.allow_zero_noise
         )
+        self.refuse_without_cipher()
 
     @property
     def optim_name(self) -> str:
@@ -376,6 +383,7 @@ class DPGrapeTrainingArguments(
             private_loss_bound=self.private_loss_bound if self.private_loss_share else None,
             max_logical_batch_size=self.max_logical_batch_size,
             accountant=self.accountant,
+            secure_noise=self.secure_noise,
         )
 
     def refresh_gap(self, num_steps: int) -> int:

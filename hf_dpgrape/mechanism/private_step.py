@@ -16,11 +16,13 @@ from torch import Tensor, distributed
 
 from hf_dpgrape.gradients.forms import PerSampleGradients
 from hf_dpgrape.mechanism.estimators.base import Estimator, Space
+from hf_dpgrape.privacy.cipher import CipherStream
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
 from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, Seeds
+from hf_dpgrape.privacy.secure_noise import add_secure_noise_
 
 
 class PhysicalBatch(NamedTuple):
@@ -214,7 +216,17 @@ class PrivateStep:
         exactly once, and all processes see the same private gradient.
         """
         parallel = distributed.is_available() and distributed.is_initialized()
-        if not parallel or distributed.get_rank() == 0:
+        is_first = not parallel or distributed.get_rank() == 0
+        if self.ledger.plan.secure_noise:
+            add_secure_noise_(
+                sums,
+                noise_multiplier=self.ledger.plan.noise_multiplier,
+                l2_clip_norm=self.ledger.plan.l2_clip_norm,
+                stream=CipherStream(self._source.key()) if is_first else None,
+                sum_=distributed.all_reduce if parallel else None,
+            )
+            return
+        if is_first:
             generators: dict[torch.device, torch.Generator] = {}
             for total in sums:
                 if total.device not in generators:

@@ -126,6 +126,9 @@ class PrivacyPlan:
         max_logical_batch_size: a Poisson sample with more examples is cut to a uniformly random
             subset of that size; None for no bound.
         accountant: "pld" or "rdp".
+        secure_noise: whether the noise is drawn without error from a cryptographic generator, on a
+            grid that the sum is rounded to; it is then wider by what rounding adds to the
+            sensitivity (`privacy/secure_noise.py`). Epsilon is the same.
     """
 
     num_examples: int
@@ -141,6 +144,7 @@ class PrivacyPlan:
     private_loss_bound: float | None = None
     max_logical_batch_size: int | None = None
     accountant: Accountant = "pld"
+    secure_noise: bool = False
     neighboring_relation: str = "add_or_remove_one"
 
     def __post_init__(self) -> None:
@@ -158,6 +162,10 @@ class PrivacyPlan:
         if not self.noise_multiplier >= 0 or math.isinf(self.noise_multiplier):
             raise ValueError(
                 f"`noise_multiplier` must be zero or more and finite, got {self.noise_multiplier}."
+            )
+        if self.secure_noise and not self.noise_multiplier:
+            raise ValueError(
+                "`secure_noise` needs noise, got `noise_multiplier`=0; leave one of them out."
             )
         if not 0 < self.target_delta < 1:
             raise ValueError(

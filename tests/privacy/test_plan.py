@@ -60,6 +60,10 @@ def plan(**changes: Any) -> PrivacyPlan:
         ({"noise_multiplier": -1.0}, "`noise_multiplier` must be zero or more and finite"),
         ({"noise_multiplier": math.nan}, "`noise_multiplier` must be zero or more and finite"),
         ({"noise_multiplier": math.inf}, "`noise_multiplier` must be zero or more and finite"),
+        (
+            {"noise_multiplier": 0.0, "secure_noise": True},
+            "`secure_noise` needs noise, got `noise_multiplier`=0; leave one of them out",
+        ),
         ({"target_delta": 0.0}, "`target_delta` must be between 0 and 1, got 0.0; choose it below"),
         ({"target_delta": 1.0}, "`target_delta` must be between 0 and 1"),
         ({"target_delta": math.nan}, "`target_delta` must be between 0 and 1"),
@@ -187,6 +191,7 @@ OTHER_VALUES: dict[str, Any] = {
     "private_loss_bound": 3.0,
     "max_logical_batch_size": 120,
     "accountant": "rdp",
+    "secure_noise": True,
 }
 
 
