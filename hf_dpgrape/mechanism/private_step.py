@@ -115,7 +115,8 @@ class PrivateStep:
         A call is one Gaussian mechanism of noise multiplier `plan.noise_multiplier`: one example
         more or less moves the sum before noise by at most `plan.l2_clip_norm`, whatever its
         contents (where its gradient is not finite it contributes nothing), and noise of standard
-        deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
+        deviation `plan.noise_stddev` is added once, also for an empty batch (with
+        `plan.secure_noise`, more by what its rounding adds to the sensitivity). The divisor
         is public. The call is counted in the ledger before anything is computed or drawn, so that
         one that is interrupted counts, too. How the batch is split into physical ones changes
         nothing but rounding.

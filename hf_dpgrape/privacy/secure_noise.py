@@ -25,7 +25,8 @@ one example moves g m by less than C + 2 g sqrt(d), and step 2 needs
 
     2^k g >= sigma (C + 2 g sqrt(d)),   that is   2^k g = sigma C / (1 - 2 sigma sqrt(d) / 2^k).
 
-k is 32 + log2(sigma), rounded up: at d = 7e6 the noise is wider than sigma C by at most 1.3e-6 of it.
+k is 32 + log2(sigma), rounded up: at d = 7e6 the noise is wider than sigma C by at most 1.3e-6 of
+it.
 
 **What is not covered.** f itself is a sum in float32 of clipped gradients, and how it rounds
 depends on who is in it: by up to about n^2 C / 2^23 for n examples drawn, beyond the C that is
