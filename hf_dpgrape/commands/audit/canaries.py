@@ -72,7 +72,7 @@ class CanaryModel(nn.Module):
 def label_losses(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """One loss per sample: of the classifier, for the example's label."""
     assert isinstance(model, CanaryModel)
-    row = inputs["row"]
+    row: Tensor = inputs["row"]
     logits, _ = model(row)
     losses: Tensor = F.cross_entropy(logits, model.labels[row], reduction="none")
     return losses * (row != model.nobody)
@@ -81,7 +81,7 @@ def label_losses(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 def gradient_losses(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """One loss per sample, whose gradient is nearly all in the first number of its own row."""
     assert isinstance(model, CanaryModel)
-    row = inputs["row"]
+    row: Tensor = inputs["row"]
     logits, own = model(row)
     losses: Tensor = F.cross_entropy(logits, model.labels[row], reduction="none")
     losses = losses + _SLOPE * own[:, 0]
