@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hf_dpgrape.commands.audit.bound import Bound, Coins, Scores, lower_bound
+from hf_dpgrape.commands.audit.bound import GUESSES, Bound, Coins, Scores, lower_bound
 from hf_dpgrape.commands.audit.canaries import (
     PROJECTED,
     TABLE,
@@ -37,6 +37,7 @@ class Audit:
         plan: of the audited run; every example is a canary.
         access: "gradients" or "loss".
         confidence: with which a lower bound holds.
+        guesses: shares of the canaries that are guessed in and out; see `lower_bound`.
         rank: of the projections of the classifier.
         physical_batch_size: most examples in one forward pass.
         unsafe_seed: for tests: fixes coins, sample and noise.
@@ -45,6 +46,7 @@ class Audit:
     plan: PrivacyPlan
     access: Access = "gradients"
     confidence: float = 0.95
+    guesses: tuple[tuple[float, float], ...] = GUESSES
     rank: int = 4
     physical_batch_size: int = 256
     unsafe_seed: int | None = None
@@ -85,7 +87,13 @@ def audit(of: Audit) -> Outcome:
         most 1 - `confidence`.
     """
     scores, coins = scores_and_coins(of)
-    bound = lower_bound(scores, coins, delta=of.plan.target_delta, confidence=of.confidence)
+    bound = lower_bound(
+        scores,
+        coins,
+        delta=of.plan.target_delta,
+        confidence=of.confidence,
+        guesses=of.guesses,
+    )
     return Outcome(claimed=of.plan.epsilon(), bound=bound)
 
 
