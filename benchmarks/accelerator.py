@@ -26,7 +26,13 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from workloads import make_inputs, make_model, ordinary_training_step, private_training_step
+from workloads import (
+    make_inputs,
+    make_model,
+    opacus_hooks_step,
+    ordinary_training_step,
+    private_training_step,
+)
 
 from hf_dpgrape.hf.losses import PerSampleLoss
 from hf_dpgrape.mechanism.private_step import PhysicalBatch
@@ -99,24 +105,7 @@ def opacus_step(cell: Cell, device: torch.device) -> Callable[[], None]:
     Raises:
         ImportError: it is not installed.
     """
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    model, inputs = built(cell, device)
-    wrapped = GradSampleModule(model)
-    optimizer = DPOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-5),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=cell.batch_size,
-    )
-
-    def run() -> None:
-        optimizer.zero_grad()
-        wrapped(**inputs).loss.backward()
-        optimizer.step()
-
-    return run
+    return opacus_hooks_step(*built(cell, device))
 
 
 KINDS: dict[str, Callable[[Cell, torch.device], Callable[[], None]]] = {

@@ -128,10 +128,10 @@ SHAPES = {
 }
 
 
-def make_model(shape: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of this shape, in training mode."""
+def make_model(shape: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A model of this shape, in training mode; `changes` go over its configuration."""
     spec = SHAPES[shape]
-    config = AutoConfig.for_model(spec.model_type, **spec.config)
+    config = AutoConfig.for_model(spec.model_type, **{**spec.config, **changes})
     torch.manual_seed(0)
     model: nn.Module = spec.auto.from_config(config, dtype=dtype)
     return model.train()
@@ -156,6 +156,7 @@ def private_training_step(
     rank: int,
     lr: float = 1e-5,
     capture: str = "batched",
+    update_proj_gap: int = 0,
 ) -> Callable[[], None]:
     """One whole private step on this batch, AdamW in the subspace.
 
@@ -180,6 +181,7 @@ def private_training_step(
         capture=capture,
         rank=rank,
         head=frozenset(),
+        update_proj_gap=update_proj_gap,
         seed=0,
     )
 
@@ -203,6 +205,69 @@ def ordinary_training_step(
     def run() -> None:
         optimizer.zero_grad()
         model(**inputs).loss.backward()
+        optimizer.step()
+
+    return run
+
+
+def opacus_hooks_step(
+    model: nn.Module, inputs: dict[str, Tensor], *, lr: float = 1e-5
+) -> Callable[[], None]:
+    """One whole step of Opacus with AdamW, per-sample gradients of full size by its hooks.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    wrapped = GradSampleModule(model)
+    optimizer = DPOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=lr),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=len(inputs["labels"]),
+    )
+
+    def run() -> None:
+        optimizer.zero_grad()
+        wrapped(**inputs).loss.backward()
+        optimizer.step()
+
+    return run
+
+
+def opacus_ghost_step(
+    model: nn.Module, inputs: dict[str, Tensor], *, lr: float = 1e-5
+) -> Callable[[], None]:
+    """One whole step of Opacus with AdamW and ghost clipping: norms alone, then a second backward.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.AdamW(model.parameters(), lr=lr),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=len(inputs["labels"]),
+    )
+    loss = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+    features = {name: value for name, value in inputs.items() if name != "labels"}
+
+    def run() -> None:
+        optimizer.zero_grad()
+        logits, labels = wrapped(**features).logits, inputs["labels"]
+        if logits.ndim == 2:
+            loss(logits, labels).backward()
+        else:  # a language model: position t tells token t + 1
+            logits, labels = logits[:, :-1], labels[:, 1:]
+            flat = logits.flatten(0, 1)
+            loss(flat, labels.flatten(), shape=logits.shape).backward()
         optimizer.step()
 
     return run

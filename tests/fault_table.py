@@ -425,14 +425,29 @@ NOISE = (
     Fault(
         "noise by every process",
         "mechanism/private_step.py",
-        {"if not parallel or distributed.get_rank() == 0:": "if True:"},
+        {"is_first = not parallel or distributed.get_rank() == 0": "is_first = True"},
         ("mechanism/test_noise_over_processes.py::test_noise_is_added_once",),
     ),
     Fault(
         "noise by no process of several",
         "mechanism/private_step.py",
-        {"if not parallel or distributed.get_rank() == 0:": "if not parallel:"},
+        {"is_first = not parallel or distributed.get_rank() == 0": "is_first = not parallel"},
         ("mechanism/test_noise_over_processes.py::test_noise_is_added_once",),
+    ),
+    Fault(
+        "rounding not counted in secure noise",
+        "privacy/secure_noise.py",
+        {"(1 - rounding) * (1 + _ROUNDING_MARGIN)": "(1 + _ROUNDING_MARGIN)"},
+        (
+            "privacy/test_secure_noise.py::"
+            "test_noise_covers_the_rounding_and_is_never_below_the_plans",
+        ),
+    ),
+    Fault(
+        "secure noise of one key in every release",
+        "mechanism/private_step.py",
+        {"CipherStream(self._source.key())": "CipherStream(bytes(32))"},
+        ("mechanism/test_private_step.py::test_secure_noise_is_the_planned_one_on_a_grid",),
     ),
     Fault(
         "noise divided by the root of the number of clip groups",

@@ -51,3 +51,10 @@ def test_little_signal() -> None:
     first = figures["rows"][0]  # with next to no signal
     assert first["signal"] < 10 and first["accuracy"] < 0.6
     assert figures["summary"]["little signal"]["far"] == first["accuracy"]
+
+
+def test_secure_noise() -> None:
+    words = ("--shape", "roberta-tiny", "--batch_size", "2", "--length", "8", "--pairs", "1")
+    shown, figures = run("secure_noise.py", *words)
+    assert figures["num_coordinates"] > 1000 and 0 < figures["secure_share"] < 1
+    assert "roberta-tiny" in shown and "\u2026" not in shown  # nothing is cut off at 80 columns

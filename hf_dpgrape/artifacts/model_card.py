@@ -98,6 +98,7 @@ def privacy_facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("sampling", f"{record['sampling']}, probability {record['sampling_prob']:.6g}"),
         ("steps", _steps(record)),
         ("noise multiplier", f"{plan['noise_multiplier']:.6g}"),
+        ("noise", record.get("noise", _NOT_STATED)),
         (f"clip norm per {one(record)}", f"{plan['l2_clip_norm']:g} ({plan['clipping']})"),
         ("clip groups", _clip_groups(plan["clip_shares"])),
         *_loss(record),

@@ -22,6 +22,10 @@ RECORD_NAME = "privacy.json"
 #: Where noise and sampling came from.
 SECRET, FIXED = "generators seeded by the operating system", "FIXED TEST SEED: NOT PRIVATE"
 
+#: How the noise was drawn.
+SECURE = "exact normal numbers on a grid, from AES-256 in counter mode"
+FLOATING = "float64 draws of torch's generators, not exact and not cryptographic"
+
 _PACKAGES = ("hf-dpgrape", "dp-accounting", "torch", "transformers")
 
 
@@ -76,6 +80,7 @@ def privacy_record(
         "sampling": plan.sampling.describe(plan.drawn),
         "sampling_prob": plan.sampling_prob,
         "plan": plan.to_dict(),
+        "noise": SECURE if plan.secure_noise else FLOATING,
         **({"method": dict(method)} if method else {}),
         "num_processes": num_processes,
         "projection": dict(projection),

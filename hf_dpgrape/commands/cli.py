@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hf_dpgrape.commands.audit.command import add_parser as add_audit
 from hf_dpgrape.commands.budget import add_parser as add_budget
 from hf_dpgrape.commands.check import add_parser as add_check
 from hf_dpgrape.commands.memory.command import add_parser as add_memory
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command.
 
     Returns:
-        0; 1 if `check` found something that cannot be trained; 2 for wrong input.
+        0; 1 if `check` found something that cannot be trained, or `audit` more leakage than is
+        claimed; 2 for wrong input.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-dpgrape", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    add_audit(commands)
     add_budget(commands)
     add_check(commands)
     add_memory(commands)

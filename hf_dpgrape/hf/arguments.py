@@ -24,6 +24,7 @@ from hf_dpgrape.hf.clip_shares import equal_shares, with_loss
 from hf_dpgrape.hf.loss_arguments import LossArguments
 from hf_dpgrape.hf.method_arguments import MethodArguments
 from hf_dpgrape.hf.methods import fill_in_, refuse_conflicts
+from hf_dpgrape.hf.noise_arguments import NoiseArguments
 from hf_dpgrape.hf.record_arguments import RecordArguments
 from hf_dpgrape.hf.refusals import refuse_what_a_launcher_set, refuse_what_breaks_privacy
 from hf_dpgrape.hf.suggested_arguments import SuggestedArguments
@@ -46,6 +47,7 @@ class DPGrapeTrainingArguments(
     MethodArguments,
     LossArguments,
     UnitArguments,
+    NoiseArguments,
     RecordArguments,
     SuggestedArguments,
     TrainingArguments,
@@ -328,6 +330,7 @@ class DPGrapeTrainingArguments(
         refuse_no_privacy(
             self.noise_multiplier, self.target_delta, allow_zero_noise=self.allow_zero_noise
         )
+        self.refuse_without_cipher()
 
     @property
     def optim_name(self) -> str:
@@ -386,6 +389,7 @@ class DPGrapeTrainingArguments(
             accountant=self.accountant,
             privacy_unit_column=self.privacy_unit_column,
             max_rows_per_unit=self.rows_per_unit,
+            secure_noise=self.secure_noise,
         )
 
     def refresh_gap(self, num_steps: int) -> int:

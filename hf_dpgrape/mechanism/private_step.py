@@ -17,11 +17,13 @@ from torch import Tensor, distributed
 from hf_dpgrape.gradients.forms import PerSampleGradients, WhenComplete
 from hf_dpgrape.mechanism.estimators.base import Estimate, Estimator, Space
 from hf_dpgrape.mechanism.unit_mean import UnitMean
+from hf_dpgrape.privacy.cipher import CipherStream
 from hf_dpgrape.privacy.clipping import clip_factors
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.noise import add_gaussian_noise_
 from hf_dpgrape.privacy.plan import HEAD, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource, Seeds
+from hf_dpgrape.privacy.secure_noise import add_secure_noise_
 
 
 class PhysicalBatch(NamedTuple):
@@ -130,7 +132,8 @@ class PrivateStep:
         A call is one Gaussian mechanism of noise multiplier `plan.noise_multiplier`: one example
         more or less moves the sum before noise by at most `plan.l2_clip_norm`, whatever its
         contents (where its gradient is not finite it contributes nothing), and noise of standard
-        deviation `plan.noise_stddev` is added once, also for an empty batch. The divisor
+        deviation `plan.noise_stddev` is added once, also for an empty batch (with
+        `plan.secure_noise`, more by what its rounding adds to the sensitivity). The divisor
         is public. The call is counted in the ledger before anything is computed or drawn, so that
         one that is interrupted counts, too. How the batch is split into physical ones changes
         nothing but rounding.
@@ -253,7 +256,17 @@ class PrivateStep:
         exactly once, and all processes see the same private gradient.
         """
         parallel = distributed.is_available() and distributed.is_initialized()
-        if not parallel or distributed.get_rank() == 0:
+        is_first = not parallel or distributed.get_rank() == 0
+        if self.ledger.plan.secure_noise:
+            add_secure_noise_(
+                sums,
+                noise_multiplier=self.ledger.plan.noise_multiplier,
+                l2_clip_norm=self.ledger.plan.l2_clip_norm,
+                stream=CipherStream(self._source.key()) if is_first else None,
+                sum_=distributed.all_reduce if parallel else None,
+            )
+            return
+        if is_first:
             generators: dict[torch.device, torch.Generator] = {}
             for total in sums:
                 if total.device not in generators:

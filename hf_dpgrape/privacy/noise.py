@@ -20,7 +20,8 @@ def add_gaussian_noise_(
     draws pairs of normal numbers by the method of Box and Muller: their radius is `sqrt(-2 log(v))`
     for a uniform v, so no pair goes further than the smallest v allows. In float32 that is 2^-24 on
     a CPU, hence 5.77 standard deviations, within reach of a run's draws. In float64 it is 2^-53 (on
-    CUDA 2^-54), hence 8.57: what an output beyond tells is bounded in docs/privacy.md.
+    CUDA 2^-54), hence 8.57: what an output beyond tells is bounded in docs/privacy.md. The noise of
+    `secure_noise` ends nowhere (see `exact_normal`).
 
     Guarantees:
         Draws are float64 and pass 5.77 standard deviations as often as a normal distribution does.
@@ -35,11 +36,16 @@ def add_gaussian_noise_(
         TypeError: a tensor has a 16-bit dtype, in which noise would be rounded away.
     """
     for tensor in tensors:
-        if tensor.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"Noise needs a float32 or float64 sum, got {tensor.dtype}.")
+        require_wide(tensor)
         if noise_stddev > 0:
             flat = tensor.reshape(-1)
             for chunk in torch.split(flat, _CHUNK):
                 noise = torch.empty(chunk.shape, dtype=torch.float64, device=chunk.device)
                 chunk.add_(noise.normal_(0.0, noise_stddev, generator=generator))
             tensor.copy_(flat.view_as(tensor))  # where the sum was not contiguous, flat is a copy
+
+
+def require_wide(tensor: Tensor) -> None:
+    """Refuses a sum of a 16-bit dtype, in which noise would be rounded away."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"Noise needs a float32 or float64 sum, got {tensor.dtype}.")

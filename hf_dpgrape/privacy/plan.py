@@ -147,6 +147,9 @@ class PrivacyPlan:
         privacy_unit_column: column whose values are the units that are drawn, clipped, and added or
             removed between neighbors as a whole; None if every row is one by itself.
         max_rows_per_unit: most rows of a unit that one step takes; with a column only.
+        secure_noise: whether the noise is drawn without error from a cryptographic generator, on a
+            grid that the sum is rounded to; it is then wider by what rounding adds to the
+            sensitivity (`privacy/secure_noise.py`). Epsilon is the same.
     """
 
     num_examples: int
@@ -162,6 +165,7 @@ class PrivacyPlan:
     private_loss_bound: float | None = None
     max_logical_batch_size: int | None = None
     accountant: Accountant = "pld"
+    secure_noise: bool = False
     neighboring_relation: str = "add_or_remove_one"
     privacy_unit_column: str | None = None
     max_rows_per_unit: int | None = None
@@ -182,6 +186,10 @@ class PrivacyPlan:
         if not self.noise_multiplier >= 0 or math.isinf(self.noise_multiplier):
             raise ValueError(
                 f"`noise_multiplier` must be zero or more and finite, got {self.noise_multiplier}."
+            )
+        if self.secure_noise and not self.noise_multiplier:
+            raise ValueError(
+                "`secure_noise` needs noise, got `noise_multiplier`=0; leave one of them out."
             )
         if not 0 < self.target_delta < 1:
             raise ValueError(

@@ -56,7 +56,7 @@ class SecretSource:
         return generator
 
     def key(self) -> bytes:
-        """A fresh secret of 252 bits, for `ExampleSeeds`."""
+        """A fresh secret of 252 bits (32 bytes), for `ExampleSeeds` or a `CipherStream`."""
         return b"".join(self.seed().to_bytes(8, "big") for _ in range(4))
 
 

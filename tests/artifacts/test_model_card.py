@@ -58,6 +58,7 @@ def test_facts_for_an_auditor() -> None:
         "| sampling | Poisson, probability 0.128388 |",
         "| steps | 24 of 24 planned |",
         "| noise multiplier | 1.25 |",
+        "| noise | float64 draws of torch's generators, not exact and not cryptographic |",
         "| clip norm per example | 0.5 (flat) |",
         "| processes | 1 |",
         "| projection | rank 16, entries of standard deviation 1/sqrt(r), new every 3 steps, "

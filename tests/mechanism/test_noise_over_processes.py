@@ -30,13 +30,13 @@ from hf_dpgrape.privacy.randomness import SecretSource
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 
-rank, folder, root, size, sigma, clip, divisor, num_examples = sys.argv[1:]
+rank, folder, root, size, sigma, clip, divisor, num_examples, secure = sys.argv[1:]
 assert Path(hf_dpgrape.__file__).is_relative_to(root), hf_dpgrape.__file__
 meeting = f"file://{folder}/meeting"
 distributed.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=2)
 plan = PrivacyPlan(
     num_examples=100, expected_batch_size=int(divisor), num_steps=1, target_delta=1e-5,
-    noise_multiplier=float(sigma), l2_clip_norm=float(clip),
+    noise_multiplier=float(sigma), l2_clip_norm=float(clip), secure_noise=secure == "True",
 )
 model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(int(size)))})
 projections = {"w": Projection("w", model["w"].shape, rank=0)}
@@ -61,12 +61,15 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[torch.Tensor, list[int]]]:
+@pytest.fixture(scope="module", params=[False, True], ids=["floating", "secure"])
+def said(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[torch.Tensor, list[int]]]:
     """What two processes release about nobody, noise alone; and whom they draw of everybody."""
     folder, root = tmp_path_factory.mktemp("noise"), Path(__file__).parents[2]
     (folder / "step.py").write_text(SCRIPT)
     numbers = [str(n) for n in (NUM_COORDINATES, SIGMA, CLIP, DIVISOR, NUM_EXAMPLES)]
+    numbers.append(str(request.param))
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

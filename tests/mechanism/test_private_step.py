@@ -26,6 +26,7 @@ from hf_dpgrape.mechanism.private_step import PhysicalBatch, PrivateStep
 from hf_dpgrape.privacy.ledger import RunLedger
 from hf_dpgrape.privacy.plan import BODY, HEAD, LOSS, PrivacyPlan
 from hf_dpgrape.privacy.randomness import SecretSource
+from hf_dpgrape.privacy.secure_noise import grid_of
 from hf_dpgrape.subspace.parameters import Subspace
 from hf_dpgrape.subspace.projection import Projection
 
@@ -205,6 +206,27 @@ def test_noise_once_with_public_divisor(samples: list[int]) -> None:
         assert values.std() == pytest.approx(400 * 0.3, rel=0.03)
         names = {n for n, p in bench.model.named_parameters() if p.requires_grad}
         assert gradient.keys() == names
+
+
+def test_secure_noise_is_the_planned_one_on_a_grid() -> None:
+    plain, secure = (
+        Bench("roberta", CLASSIFY, noise_multiplier=2.0, secure_noise=on) for on in (False, True)
+    )
+    found = secure.gradient([])
+    size = sum(tensor.numel() for tensor in found.values())
+    grid = grid_of(noise_multiplier=2.0, l2_clip_norm=0.3, num_coordinates=size)
+    noise = torch.cat([tensor.flatten().double() for tensor in found.values()])
+    assert abs(float(noise.std()) / grid.stddev - 1) < 4 / math.sqrt(2 * size)
+    assert abs(float(noise.std()) / grid.stddev - 1.1) > 8 / math.sqrt(2 * size)  # can fail
+    # Another step has other noise; who was drawn moves it by the sum, but for rounding.
+    again = secure.gradient([])
+    assert distance(found, again) > math.sqrt(size) * grid.stddev
+    twins = [Bench("roberta", CLASSIFY, noise_multiplier=2.0, secure_noise=True) for _ in range(2)]
+    alone, together = twins[0].gradient([]), twins[1].gradient([0, 1, 2])
+    moved = {name: together[name] - alone[name] for name in alone}
+    want = Bench("roberta", CLASSIFY).gradient([0, 1, 2])
+    assert distance(moved, want) < 1e-4 * 0.3
+    assert distance(plain.gradient([]), found) > math.sqrt(size) * grid.stddev
 
 
 def test_noise_of_every_group_is_that_of_the_whole_clip_norm() -> None:

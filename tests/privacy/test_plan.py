@@ -60,6 +60,10 @@ def plan(**changes: Any) -> PrivacyPlan:
         ({"noise_multiplier": -1.0}, "`noise_multiplier` must be zero or more and finite"),
         ({"noise_multiplier": math.nan}, "`noise_multiplier` must be zero or more and finite"),
         ({"noise_multiplier": math.inf}, "`noise_multiplier` must be zero or more and finite"),
+        (
+            {"noise_multiplier": 0.0, "secure_noise": True},
+            "`secure_noise` needs noise, got `noise_multiplier`=0; leave one of them out",
+        ),
         ({"target_delta": 0.0}, "`target_delta` must be between 0 and 1, got 0.0; choose it below"),
         ({"target_delta": 1.0}, "`target_delta` must be between 0 and 1"),
         ({"target_delta": math.nan}, "`target_delta` must be between 0 and 1"),
@@ -190,6 +194,7 @@ OTHER_VALUES: dict[str, Any] = {
     "accountant": "rdp",
     "privacy_unit_column": "patient",
     "max_rows_per_unit": 5,
+    "secure_noise": True,
 }
 
 
