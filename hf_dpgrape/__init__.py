@@ -5,6 +5,7 @@ without torch and transformers.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,12 +30,15 @@ __all__ = [
     "PrivacyPlan",
     "PrivateTraining",
     "RunLedger",
+    "__version__",
     "initialize_mup_",
     "parse_arguments",
     "register_optimizer",
     "register_rule",
     "width_transfer",
 ]
+
+__version__ = version("hf-dpgrape")
 
 _MODULES = {
     "DPGrapeMixin": "hf_dpgrape.hf.trainer",

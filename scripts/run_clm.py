@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
-from hf_dpgrape.commands.presets import parse_arguments
 
 
 @dataclass
@@ -72,7 +71,7 @@ def load_model(arguments: ModelArguments) -> tuple:
 def main() -> None:
     """Trains, evaluates, and writes the model, its privacy record and its card."""
     kinds = (ModelArguments, DataArguments, DPGrapeTrainingArguments)
-    model_args, data_args, args = parse_arguments(kinds, sys.argv[1:])
+    model_args, data_args, args = script_data.command_line(kinds)
     set_seed(args.seed)
     splits = script_data.load_splits(data_args)
     model, tokenizer = load_model(model_args)

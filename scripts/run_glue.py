@@ -25,7 +25,6 @@ from transformers import (
 )
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
-from hf_dpgrape.commands.presets import parse_arguments
 
 
 @dataclass
@@ -122,7 +121,7 @@ def load_model(arguments: ModelArguments, names: list[str] | None, tokenizer):
 def main() -> None:
     """Trains, evaluates, and writes the model, its privacy record and its card."""
     kinds = (ModelArguments, DataArguments, DPGrapeTrainingArguments)
-    model_args, data, args = parse_arguments(kinds, sys.argv[1:])
+    model_args, data, args = script_data.command_line(kinds)
     set_seed(args.seed)
     name, prompt = model_args.model_name_or_path, model_args.prompt_template
     splits = load_data(data)

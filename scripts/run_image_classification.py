@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from hf_dpgrape import DPGrapeTrainer, DPGrapeTrainingArguments
-from hf_dpgrape.commands.presets import parse_arguments
 
 # Where the well-known data sets are on the hub.
 HUB = {"mnist": "ylecun/mnist", "cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
@@ -104,7 +103,7 @@ def load_config(arguments: ModelArguments, names: list[str]) -> PreTrainedConfig
 def main() -> None:
     """Trains, evaluates, and writes the model, its privacy record and its card."""
     kinds = (ModelArguments, DataArguments, DPGrapeTrainingArguments)
-    model_args, data, args = parse_arguments(kinds, sys.argv[1:])
+    model_args, data, args = script_data.command_line(kinds)
     set_seed(args.seed)
     args.remove_unused_columns = False  # the transform needs the column of images
     data.dataset_name = HUB.get(data.dataset_name, data.dataset_name)

@@ -19,7 +19,7 @@ import datasets
 from datasets.exceptions import DatasetGenerationError
 from transformers import EvalPrediction, PreTrainedModel
 
-from hf_dpgrape import DPGrapeTrainer
+from hf_dpgrape import DPGrapeTrainer, parse_arguments
 from hf_dpgrape.width.initialization import initialize_mup_
 
 T = TypeVar("T")
@@ -94,6 +94,14 @@ class LabeledArguments(SourceArguments):
             "`$(ls FOLDER)` if the folders' names are public."
         },
     )
+
+
+def command_line(kinds: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments that the script was called with, or one sentence."""
+    try:
+        return parse_arguments(kinds, sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def or_exit(load: Callable[[], T], what: str, name: str) -> T:

@@ -10,11 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
+from hf_dpgrape import __version__
 from hf_dpgrape.commands.audit.command import add_parser as add_audit
 from hf_dpgrape.commands.budget import add_parser as add_budget
 from hf_dpgrape.commands.check import add_parser as add_check
 from hf_dpgrape.commands.memory.command import add_parser as add_memory
 from hf_dpgrape.commands.suggest import add_parser as add_suggest
+from hf_dpgrape.commands.train import add_parser as add_train
 from hf_dpgrape.commands.width.command import add_parsers as add_widths
 
 
@@ -36,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-dpgrape", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"hf-dpgrape {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_audit(commands)
     add_budget(commands)
@@ -43,8 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     add_memory(commands)
     _add_report(commands)
     add_suggest(commands)
+    add_train(commands)
     add_widths(commands)
-    for command in commands.choices.values():
+    for name, command in commands.choices.items():
+        if name == "train":  # its words are its script's
+            continue
         command.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 

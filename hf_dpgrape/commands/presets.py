@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,9 +45,21 @@ def parse_arguments(kinds: Sequence[Any], command_line: Sequence[str]) -> tuple[
         kinds: dataclass types, as `HfArgumentParser` takes them.
         command_line: the words after the program's name. A first word that ends in .yaml is a
             preset; later arguments override it.
+
+    Raises:
+        ValueError: there is no such preset, or a word is no argument of any of the dataclasses, or
+            their values do not go together.
+        SystemExit: a value is missing or of another type (argparse prints which).
     """
     words = list(command_line)
     if words and words[0].endswith((".yaml", ".yml")):
         words = preset_arguments(words[0]) + words[1:]
-    parsed: tuple[Any, ...] = HfArgumentParser(list(kinds)).parse_args_into_dataclasses(words)
-    return parsed
+    # The usage of some two hundred arguments would push the sentence below it out of sight.
+    parser = HfArgumentParser(list(kinds), usage="%(prog)s [PRESET.yaml] [--ARGUMENT VALUE ...]")
+    *parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    if unknown:
+        known = [name for kind in kinds for name in kind.__dataclass_fields__]
+        near = difflib.get_close_matches(unknown[0].lstrip("-").replace("-", "_"), known, 1)
+        hint = f"did you mean `--{near[0]}`?" if near else "`--help` lists them."
+        raise ValueError(f"Expected an argument that is known, got {unknown[0]!r}; {hint}")
+    return tuple(parsed)
